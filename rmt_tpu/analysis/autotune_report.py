@@ -44,7 +44,7 @@ def _us(seconds: float | None) -> str:
 
 
 def summary(done: Sequence[TuningOutcome], out: str) -> str:
-    """Return a summary of the tuning results, in one or two lines of text."""
+    """Return a summary of the tuning results as one or two lines of text."""
     searched = [outcome for outcome in done if outcome.result is not None]
     gained = [outcome for outcome in searched if outcome.entry is not None]
     late = sum(outcome.result.late for outcome in searched)
@@ -100,7 +100,9 @@ def _values(outcome: TuningOutcome) -> dict[str, Any]:
 
 
 def draw(done: Sequence[TuningOutcome], path: Path) -> bool:
-    """Draw the time of each candidate relative to the default block sizes, one row per kernel.
+    """Draw how long each candidate takes, relative to the default block sizes.
+
+    The picture has one row per kernel.
 
     Returns:
       False if there is nothing to draw.

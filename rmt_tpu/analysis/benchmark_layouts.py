@@ -1,7 +1,8 @@
 """Functions that return the tables of docs/benchmarks as Markdown, from the JSON of recipes.
 
-Each argument has the JSON values of one source (a recipe's command, see `benchmark_tables`). It
-maps the name of each part of the source, such as a chip, to the report on that part.
+A source is a recipe whose report has one or more parts, such as one part per chip (see
+`benchmark_tables`). Each argument of a function belongs to one source. It maps the name of each
+part to the JSON values of its report.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -14,7 +15,7 @@ Reports = Mapping[str, Any]
 
 _BEST_GUESS = "best guess"
 _MODELS = ("least", _BEST_GUESS, "most")
-# Maps each row of a train step's table to the parts of a report whose cycles it adds up.
+# Each row of the table of a train step adds the cycles of these parts of a report.
 _PARTS = {
     "residual: stores, norms, reads": ("residual",),
     "projections: W_Q, W_K, W_V, W_O": ("projections",),
@@ -27,9 +28,11 @@ _PARTS = {
 
 
 def ops(*sources: Reports) -> str:
-    """Return a table of the costs of ops, from reports of `recipes.kernel_report` by chip.
+    """Return a table of what ops cost.
 
-    A row shows one call, in the forward pass alone and in training (both passes).
+    Each source has one report of `recipes.kernel_report` per chip.
+
+    Each row shows one call: its cost in the forward pass, and in the forward and backward pass.
     """
     titles = ["op", "least MB", "kernel MB", "plain MB"]
     over = f"plain time over kernel's, {' / '.join(sources[0])}"
@@ -50,10 +53,10 @@ def ops(*sources: Reports) -> str:
 
 
 def steps(*sources: Reports) -> str:
-    """Return a table of two models' train steps, from reports of `recipes.kernel_report --step`.
+    """Return a table of the train steps of two models.
 
-    Each source has reports named `<preset>@<chip>`. The sources differ in the number of sequences
-    per step.
+    Each source has reports of `recipes.kernel_report --step`, named `<preset>@<chip>`. The sources
+    differ in the number of sequences per step.
     """
     presets, chips = (_distinct(part.split("@")[i] for part in sources[0]) for i in (0, 1))
     lines = [["tokens", f"million cycles, {' / '.join(presets)}", *chips]]
@@ -80,9 +83,10 @@ def steps(*sources: Reports) -> str:
 
 
 def measured_steps(reports: Reports) -> str:
-    """Return a table of measured train steps, from reports of `recipes.kernel_report --step`.
+    """Return a table of measured train steps.
 
-    The argument maps the name of a device to its report. All reports have the same steps.
+    The argument maps the name of a device to its report, made by `recipes.kernel_report --step`.
+    All reports have the same steps.
     """
     lines = [["train step", *(f"{title}, {d}" for d in reports for title in ("ms", "tokens/s"))]]
     lines[0] += ["launches", "temporary, MiB"]
@@ -98,9 +102,9 @@ def measured_steps(reports: Reports) -> str:
 def measured_ops(reports: Reports) -> str:
     """Return a table of measured ops with kernels and in plain JAX, forward and backward.
 
-    The argument maps "kernels" and "plain" to the reports of these implementations on one device. A
-    row of a report has an op, a size, the seconds of a call, and the minimum number of bytes that
-    the call moves.
+    The argument maps "kernels" and "plain" to the reports of these implementations on one device.
+    Each row of a report is about one call. It has the op, the size, the time in seconds, and the
+    minimum number of bytes that the call moves.
     """
     lines = [["op", "size", "kernels, us", "plain JAX, us", "ratio", "least bytes over 3 TB/s, us"]]
     kernels, plain = reports["kernels"], reports["plain"]
@@ -117,9 +121,10 @@ def measured_ops(reports: Reports) -> str:
 
 
 def step_parts(reports: Reports) -> str:
-    """Return a table of the cycles (in millions) of each part of a train step, for two models.
+    """Return a table of the cycles that each part of a train step takes, for two models.
 
-    The argument maps `<preset>@<chip>` to a report of `recipes.kernel_report --step`.
+    Cycles are in millions. The argument maps `<preset>@<chip>` to a report of
+    `recipes.kernel_report --step`.
     """
     presets, chips = (_distinct(part.split("@")[i] for part in reports) for i in (0, 1))
     lines = [[f"part, {' / '.join(chips)}", *reversed(presets)]]
@@ -133,11 +138,11 @@ def step_parts(reports: Reports) -> str:
 
 
 def residuals(*sources: Reports) -> str:
-    """Return a table of the cost of train steps by residual, from `recipes.kernel_report --step`.
+    """Return a table of what a train step costs with each kind of residual.
 
-    The parts of a source are named `<residual>@<chip>`, and the first residual is the ordinary one,
-    called "plain". A cell has the ratio of a step's cycles to those with the standard residual. The
-    ratio is estimated with the most likely cost model, and followed by its range over all cost
+    Each source has reports of `recipes.kernel_report --step`, named `<residual>@<chip>`. The first
+    residual is the standard one, called "plain". A cell has the cycles of a step divided by the
+    cycles with the standard residual. It shows the best guess, and then the range over all cost
     models.
     """
     names, chips = (_distinct(part.split("@")[i] for part in sources[0]) for i in (0, 1))
@@ -163,9 +168,10 @@ def residuals(*sources: Reports) -> str:
 
 
 def decode(*sources: Reports) -> str:
-    """Return a table of estimated decode steps, from reports of `recipes.decode_report` by chip.
+    """Return a table of estimated decode steps.
 
-    A cell is "-" if the step does not fit in the chip's memory.
+    Each source has one report of `recipes.decode_report` per chip. A cell is "-" if the step does
+    not fit in the chip's memory.
     """
     lines = [["preset", "rows", "context", "least, ms", "step, ms", "share of bandwidth"]]
     lines[0].append("temporary, MB")
@@ -184,7 +190,7 @@ def decode(*sources: Reports) -> str:
 
 
 def decode_host(reports: Reports) -> str:
-    """Return a table of decode steps timed on one machine, from `recipes.decode_report`."""
+    """Return a table of decode steps that `recipes.decode_report` timed on one machine."""
     (report,) = reports.values()
     rows = {(row["case"]["batch"], row["case"]["preset"]): row for row in report["rows"]}
     presets = _distinct(preset for _, preset in rows)
@@ -202,10 +208,11 @@ def decode_host(reports: Reports) -> str:
 
 
 def counts(reports: Reports) -> str:
-    """Return a table of parameters and FLOPs for residuals of 1 to 8 times the smallest size.
+    """Return a table of parameters and FLOPs for residuals of several sizes.
 
-    The argument contains the report of `recipes.experiment rmt-counts`. Each cell also shows the
-    growth relative to the smallest size.
+    The largest residual is 8 times the size of the smallest. Each cell also shows the growth
+    relative to the smallest size. The argument contains the report of `recipes.experiment
+    rmt-counts`.
     """
     (report,) = reports.values()
     lines = [["numbers in a token's residual"]]
@@ -234,10 +241,10 @@ def comparison(reports: Reports) -> str:
 
 
 def moments(reports: Reports) -> str:
-    """Return a table of losses, with the optimizer's first moment stored in two dtypes.
+    """Return a table of losses for two dtypes of the optimizer's first moment.
 
-    The argument maps each dtype to the JSON of `recipes.compare`. A difference is the loss with the
-    second dtype minus the loss with the first, between runs with the same seed.
+    The argument maps each dtype to the JSON of `recipes.compare`. A difference compares two runs
+    with the same seed: the loss with the second dtype minus the loss with the first.
     """
     first, second = reports
     losses = {
@@ -257,7 +264,7 @@ def moments(reports: Reports) -> str:
 
 
 def storage(reports: Reports) -> str:
-    """Return a table of the seconds to save and restore, from `recipes.storage_report`."""
+    """Return a table of how long a save and a restore take, from `recipes.storage_report`."""
     (report,) = reports.values()
     lines = [["", "save, s", "blocked, s", "of the save", "restore, s", "GB stored"]]
     for row in report["rows"]:
@@ -268,12 +275,15 @@ def storage(reports: Reports) -> str:
 
 
 def calibration_calls() -> str:
-    """Return a table of all kernel calls with published times, and of the estimates for them."""
+    """Return a table that compares the published time of each kernel call with our estimate."""
     return calibration.table().split("\n\n")[0] + "\n"
 
 
 def calibration_agreement() -> str:
-    """Return a table of how well estimates agree with published times, by chip and kind of call."""
+    """Return a table of how well the estimates agree with published times.
+
+    It has one row per chip and kind of call.
+    """
     return calibration.table().split("\n\n")[1]
 
 
@@ -286,6 +296,6 @@ def _distinct(values: Iterable[Any]) -> list[Any]:
 
 
 def _table(lines: Sequence[Sequence[str]]) -> str:
-    """Return a Markdown table, given the cells of each line; the first line has the headings."""
+    """Return a Markdown table from lists of cells; the first list has the headings."""
     rows = [f"| {' | '.join(cells)} |\n" for cells in lines]
     return "".join([rows[0], f"|{'---|' * len(lines[0])}\n", *rows[1:]])

@@ -3,10 +3,11 @@
     python -m rmt_tpu.analysis.benchmark_tables docs/benchmarks
     python -m rmt_tpu.analysis.benchmark_tables docs/benchmarks --take key_vector.v5e
 
-The first command writes every table between `<!-- table: NAME -->` and `<!-- end -->` from the
-files in docs/benchmarks/data, and for each table whose files are missing, prints the command that
-makes them. The second command first runs a recipe, which can take an hour, and stores the recipe's
-JSON in docs/benchmarks/data, with the command, the date, the commit and the versions.
+The first command writes every table from the files in docs/benchmarks/data. A table goes between
+the comments `<!-- table: NAME -->` and `<!-- end -->` of a page. If the files of a table are
+missing, the command prints how to make them. The second command first runs a recipe, which can take
+an hour. It stores the recipe's JSON in docs/benchmarks/data, with the command, the date, the commit
+and the versions.
 """
 
 import argparse
@@ -26,23 +27,25 @@ from rmt_tpu.runs.environment import describe
 
 _REGION = re.compile(r"(<!-- table: ([\w ]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 _VERSIONS = ("jax", "libtpu", "python")
-# A region whose name starts with this prefix states when a page's figures were measured, and with
+# A region with this prefix in its name states when the figures of a page were measured, and with
 # which versions.
 _TAKEN = "taken "
 _CHIPS = ("v5e", "v5p", "v6e")
 
 
 class Source(NamedTuple):
-    """A recipe whose report has the figures for some tables, as one JSON file per part.
+    """A recipe whose report has the figures for some tables.
+
+    Each part of the report is one JSON file.
 
     Attributes:
       command: the command that reports all parts, in the form shown on pages.
-      parts: the names of the parts. A file's name is `<source>.<part>.json`.
+      parts: the names of the parts. The file of a part is `<source>.<part>.json`.
       taking: the command that writes the JSON of one part; `{part}` is the part's name, and
         `{folder}` is the folder for the files.
       output: the name of the JSON file in `{folder}`; "" if the command prints the JSON.
-      flags: maps the text before "@" in a part's name to the flags that replace `{flags}` in
-        `taking`.
+      flags: the flags that replace `{flags}` in `taking`. The keys of this dict are the texts
+        before "@" in the names of parts.
     """
 
     command: str
@@ -57,8 +60,8 @@ class Table(NamedTuple):
 
     Attributes:
       sources: the names of the sources that the table needs.
-      layout: a function that returns the table as Markdown. It takes one argument per source: the
-        recipe's JSON values, by part.
+      layout: a function that returns the table as Markdown. It has one argument per source: a dict
+        from the name of each part to its JSON values.
     """
 
     sources: tuple[str, ...]
@@ -81,8 +84,8 @@ def _steps(batch: int) -> Source:
     return Source(shown, parts, taking, "step_cost.json")
 
 
-# Maps the name of each kind of residual to the flags that select it for a model whose preset has
-# the standard residual (a plain sum).
+# The flags that select each kind of residual. They apply to a model whose preset has the standard
+# residual (a plain sum).
 _BLOCKS = "--set=model.mixer=block_attention --set=model.mixer.num_blocks=8"
 _RESIDUALS = {
     "plain": "",
@@ -214,14 +217,14 @@ class Pages(NamedTuple):
         return self.folder / "data" / f"{source}.{part}.json"
 
     def stored(self, source: str) -> dict[str, dict[str, Any]] | None:
-        """Return the contents of a source's JSON files by part, or None if a file is missing."""
+        """Return the JSON values of each part of a source, or None if a file is missing."""
         files = {part: self.file(source, part) for part in SOURCES[source].parts}
         if not all(file.exists() for file in files.values()):
             return None
         return {part: json.loads(file.read_text(encoding="utf-8")) for part, file in files.items()}
 
     def region(self, name: str) -> str | None:
-        """Return the Markdown of the region `name` of a page, or None if a JSON file is missing.
+        """Return the Markdown of the region `name`, or None if a JSON file is missing.
 
         Raises:
           ValueError: there is no table or source of this name.
@@ -239,7 +242,7 @@ class Pages(NamedTuple):
         return TABLES[name].layout(*reports)
 
     def write(self) -> list[str]:
-        """Write all regions of all pages; return the names of regions that lack JSON files."""
+        """Write all regions of all pages, and return the names of regions whose JSON is missing."""
         missing = []
 
         def written(match: re.Match) -> str:
@@ -289,7 +292,7 @@ class Pages(NamedTuple):
 
 
 def taken(sources: Mapping[str, Mapping[str, Any]]) -> str:
-    """Return a sentence that states when, and with which versions, all parts were reported."""
+    """Return a sentence with the dates and versions of all parts of some sources."""
     groups: dict[tuple[str, str], list[str]] = {}
     for source, stored in sources.items():
         for part, values in stored.items():
@@ -316,7 +319,7 @@ def _short(commit: str) -> str:
 
 
 def main() -> int:
-    """Run the recipes for the parts in the flags, write the pages, and return 0."""
+    """Run the recipes that the flags name, write the pages, and return 0."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("folder", type=Path, help="the folder of the pages: docs/benchmarks")
     parts = [f"{name}.{part}" for name, source in SOURCES.items() for part in source.parts]

@@ -37,10 +37,10 @@ class RunResult:
 
 
 def run_result(name: str, workdir: Location) -> RunResult:
-    """Read the cost and the losses of a complete run from its folder.
+    """Read the cost and the losses of a completed run from its folder.
 
-    `train_loss` is averaged over the last tenth of the steps, because single steps are noisy. Rows
-    after the run's last step are ignored: they belong to an earlier config with more steps.
+    Metrics after the last step of the run are ignored. They come from an earlier config with more
+    steps.
     """
     config = read_config(workdir)
     rows = [row for row in read_metrics(workdir) if row["step"] <= config.train.steps]
@@ -66,16 +66,16 @@ def run_result(name: str, workdir: Location) -> RunResult:
 def write_comparison(
     runs: dict[str, list[Location]], folder: Location, *, by_loss: bool = False
 ) -> str:
-    """Compare complete runs: write comparison.png, .md and .json, and return the Markdown table.
+    """Compare completed runs, write the results to files, and return the Markdown table.
 
-    For more than four systems, comparison.png shows the final losses, and the loss curves are in
-    curves.png.
+    The files are comparison.png, comparison.md and comparison.json. With more than four systems,
+    comparison.png shows the final losses, and curves.png shows the loss curves.
 
     Args:
       runs: maps the name of each system to its run folders, one per seed; all systems have the same
         seeds.
       folder: the folder to write to.
-      by_loss: whether to sort systems by held-out loss, best first, instead of keeping their order.
+      by_loss: whether to sort the systems by held-out loss, best first.
     """
     results = {name: [run_result(name, w) for w in workdirs] for name, workdirs in runs.items()}
     if by_loss:
@@ -130,7 +130,7 @@ def _spread(values: Sequence[float]) -> str:
 
 
 def notes(configs: dict[str, RunConfig]) -> str:
-    """Return a Markdown list of the differences between configs; equal configs share a line."""
+    """Return a Markdown list of how the configs differ; equal configs share a line."""
     systems: dict[str, list[str]] = {}
     for name, config in configs.items():
         systems.setdefault(_note(config.model), []).append(name)
@@ -156,7 +156,10 @@ def _note(config: ModelConfig) -> str:
 def over_seeds(
     workdirs: Sequence[Location], metric: str
 ) -> tuple[list[int], list[float], list[float], list[float]]:
-    """Return the steps at which all runs recorded a metric, and its mean, minimum and maximum."""
+    """Return the mean, minimum and maximum of a metric over runs.
+
+    The first result is the steps at which all runs recorded the metric.
+    """
     curves = [dict(zip(*series(read_metrics(w), metric), strict=True)) for w in workdirs]
     steps = sorted(set.intersection(*map(set, curves)))
     at_steps = [[curve[step] for curve in curves] for step in steps]
@@ -174,7 +177,7 @@ def _draw(
 
 
 def draw_results(results: dict[str, list[RunResult]], folder: Folder) -> str:
-    """Draw comparison.png for many systems: the final loss of each seed, and the training FLOPs."""
+    """Draw comparison.png for many systems: final losses and training FLOPs."""
     from matplotlib.figure import Figure
     from matplotlib.ticker import EngFormatter
 

@@ -1,18 +1,17 @@
-"""Coordinate checks: how much activations change in a few training steps, depending on width.
+"""Coordinate checks: how the change of activations in training depends on the width.
 
-The check follows Yang et al. (2022), appendix D.1. A model trains on the same batch at every step.
-Before the first step and after each step, the layers run one by one (`depth.unrolled`), and these
-quantities are recorded:
+The check follows Yang et al. (2022), appendix D.1. A model trains for a few steps on one batch.
+Before the first step and after each step, these quantities are recorded:
 
 - read: what a site (the input of a sublayer, or of the unembedding) reads from the residual,
 - written: what a sublayer writes to the residual,
 - residual: the residual after each write (with attention over depth, the running sum of the block),
 - logits.
 
-For each quantity, the check computes the root mean square of the entries, and the root mean square
-of their change from the values before the first step. Mean squares are averaged over tokens and
-sites. In the maximal update parametrisation (muP), the change does not depend on width; in the
-standard parametrisation, it grows with width.
+For each quantity, the check computes two root mean squares: that of the entries, and that of their
+change since before the first step. Both are taken over all tokens and sites. In the maximal update
+parametrisation (muP), the change does not depend on the width. In the standard parametrisation, it
+grows with the width.
 """
 
 import json
@@ -38,14 +37,14 @@ QUANTITIES = ("read", "written", "residual", "logits")
 
 @dataclass(frozen=True)
 class Coordinates:
-    """Root mean squares of one model's activations and of their changes, for each of QUANTITIES.
+    """The size and the change of the activations of one model, as root mean squares.
 
     Each list has one value before the first step, and one value after each step.
 
     Attributes:
-      size: maps each quantity to the root mean squares of its entries.
-      moved: maps each quantity to the root mean squares of its change from its value before the
-        first step.
+      size: maps each of QUANTITIES to the root mean squares of its entries.
+      moved: maps each of QUANTITIES to the root mean squares of its change since before the first
+        step.
     """
 
     size: dict[str, list[float]]
@@ -103,7 +102,7 @@ def _sizes(activations: dict[str, list[jax.Array]]) -> dict[str, jax.Array]:
 
 
 def growth(by_width: dict[int | float, Coordinates], quantity: str) -> float:
-    """Return the exponent p for which a quantity's change grows as width^p; 0 means no dependence.
+    """Return the exponent p with which the change of a quantity grows as width^p.
 
     The exponent is the slope of a least-squares line through log(change after the last step)
     against log(width).
@@ -123,8 +122,8 @@ def random_batch(vocab_size: int, *, rows: int = 8, seq: int = 16, seed: int = 0
 
 # Reports -------------------------------------------------------------------------------------
 
-# Maps the name of a parametrisation to a dict. The dict maps a model's width, as a multiple of the
-# first model's, to the model's coordinates.
+# The coordinates of models, by name of the parametrisation and then by width. A width is given as a
+# multiple of the width of the first model.
 CoordinatesByModel = dict[str, dict[int | float, Coordinates]]
 
 

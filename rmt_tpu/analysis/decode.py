@@ -1,11 +1,13 @@
-"""The cost of a decode step, which generates one new token for each row of a batch.
+"""The cost of a decode step, which generates one token for each row of a batch.
 
-The lower bound on a step's time is the longer of two times: moving its bytes at the device's full
-bandwidth, and computing its matrix products at peak FLOP/s. It assumes that the weights, in the
-compute dtype, and the cache are read once and nothing else is moved. The lower bound is compared
-either with an estimate or with a measurement. The estimate is for a TPU that need not be present:
-several steps are compiled as one program, and `step_cost` estimates the time of its instructions.
-The measurement is of the text generator's steps (`generation.Engine`) on this machine.
+The time of a step has a lower bound, which is the longer of two times. The first is the time to
+move the bytes of the step at the device's full bandwidth. The second is the time to compute its
+matrix products at peak FLOP/s. The bytes are those of the weights, in the compute dtype, and of the
+cache.
+
+The lower bound is compared with an estimate or a measurement. An estimate is for a TPU that need
+not be present. Several steps are compiled as one program, and `step_cost` estimates the time of its
+instructions. A measurement runs the text generator (`generation.Engine`) on this machine.
 """
 
 import contextlib
@@ -58,7 +60,7 @@ class DecodeCase:
     changes: dict[str, Any] = dataclasses.field(default_factory=dict)
 
     def model(self, dtype: str) -> ModelConfig:
-        """Return the model's config with compute dtype `dtype`, unless `changes` sets another one.
+        """Return the model's config; its compute dtype is `dtype` unless `changes` sets it.
 
         Raises:
           UsageError: the preset does not exist or a change is not valid.
@@ -69,19 +71,19 @@ class DecodeCase:
 
     @property
     def capacity(self) -> int:
-        """The number of tokens per row for which the cache has space, at least `context`."""
+        """The number of tokens per row that the cache can hold, at least `context`."""
         return bucket(self.context)
 
 
 @dataclasses.dataclass(frozen=True)
 class DecodeLowerBound:
-    """The minimum memory traffic, memory and FLOPs of a decode step.
+    """The least work of a decode step: its memory traffic, memory and FLOPs.
 
     Attributes:
-      weights: the bytes of weights that a step reads: one row of an embedding per token, the
-        expected number of distinct experts if all are equally likely, and all other weights.
-      cache: the bytes of the cache that are read for earlier tokens or written for new tokens.
-      held: the bytes of memory that all weights and a cache of `DecodeCase.capacity` tokens occupy.
+      weights: the bytes of weights that a step reads. An embedding counts with one row per token.
+        Experts count with the expected number of distinct experts, if all are equally likely.
+      cache: the bytes of the cache that a step reads or writes.
+      held: the memory for all weights and a cache of `DecodeCase.capacity` tokens, in bytes.
       flops: the FLOPs of a step, as `rmt_tpu.cost` counts them.
     """
 
@@ -105,13 +107,13 @@ class DecodeRow:
     Attributes:
       case: the decode step.
       device: the name of the device that the step was estimated for or timed on.
-      least: the step's minimum traffic, memory and FLOPs.
+      least: the least work of the step.
       least_seconds: the lower bound on the step's time, or None if the device's bandwidth is
         unknown.
       timed: whether the step's time is measured, rather than estimated.
       cost: the estimated cost of a dispatch of STEPS steps, or None if the step is timed or failed.
-      copies: the number and the total bytes of the large HBM-to-HBM copies in a dispatch; a copy is
-        large if it has at least as many bytes as one layer's keys.
+      copies: the number of large copies from HBM to HBM in a dispatch, and their total bytes. A
+        copy is large if it has at least as many bytes as the keys of one layer.
       times: the measured seconds per step, one value per repeat.
       fault: why the step could not be estimated or timed, in one line.
     """
@@ -140,7 +142,7 @@ class DecodeRow:
     def span(self) -> tuple[float, float] | None:
         """The minimum and maximum time of a step in seconds, or None if there is no result.
 
-        They are taken over the repeats of a measurement, or over the cost models of an estimate.
+        A measurement has one time per repeat, and an estimate has one per cost model.
         """
         if self.times:
             return min(self.times), max(self.times)
@@ -154,7 +156,7 @@ class DecodeRow:
 
     @property
     def of_bandwidth(self) -> float | None:
-        """The lower bound on the step's time divided by that time; None if either is unknown."""
+        """The lower bound divided by the time of the step, or None if either is unknown."""
         if self.seconds is None or self.least_seconds is None:
             return None
         return self.least_seconds / self.seconds
@@ -172,7 +174,7 @@ class DecodeRow:
 
 
 def lower_bound(case: DecodeCase, dtype: str) -> DecodeLowerBound:
-    """Return the minimum traffic, memory and FLOPs of a decode step, from array shapes alone.
+    """Return the least work of a decode step, computed from the shapes of arrays.
 
     Raises:
       UsageError: see `DecodeCase.model`.
@@ -199,7 +201,7 @@ def lower_bound(case: DecodeCase, dtype: str) -> DecodeLowerBound:
 
 
 def _read_of_cache(decoder: Decoder, case: DecodeCase) -> int:
-    """Return how many bytes of the cache all cores read or write for one more token."""
+    """Return how many bytes of the cache a decode step reads or writes."""
     total = 0
     for s, stack in enumerate(decoder.config.stacks):
         for k, core in enumerate(stack.cores):
@@ -214,7 +216,7 @@ def estimate(
 ) -> list[DecodeRow]:
     """Estimate the decode steps of all cases on a TPU that need not be present.
 
-    `progress` is called with a line of text when a case has been compiled.
+    After each case is compiled, `progress` is called with a line of text.
 
     Raises:
       UsageError: a preset or a change is not legal.
@@ -245,11 +247,10 @@ def _compiled(row: DecodeRow, outcome: Program | Failure) -> DecodeRow:
 
 
 def lower(device: jax.Device, **case: Any) -> jax.stages.Lowered:
-    """Lower (for compilation) a dispatch of STEPS decode steps, as the text generator runs it.
+    """Lower a dispatch of STEPS decode steps, so that it can be compiled.
 
     See `layouts.lower_steps`. The device need not be present. Each step chooses the likeliest
-    token: other sampling methods are in conditional branches, and an estimate cannot know how
-    often a branch runs.
+    token. Other ways of sampling are branches, and an estimate cannot know how often a branch runs.
 
     Args:
       device: a device of a topology description.
@@ -270,7 +271,7 @@ def lower(device: jax.Device, **case: Any) -> jax.stages.Lowered:
 
 
 def copies(module: Module, least_bytes: int) -> tuple[int, int]:
-    """Return the number and total bytes of a program's HBM copies of at least `least_bytes`."""
+    """Return how many HBM copies have at least `least_bytes`, and their total bytes."""
     calls = moved = 0
     for ran in module.run():
         instruction = ran.instruction
@@ -289,12 +290,11 @@ def copies(module: Module, least_bytes: int) -> tuple[int, int]:
 def measure(
     cases: Iterable[DecodeCase], repeats: int, progress: Callable[[str], None] | None = None
 ) -> Iterator[DecodeRow]:
-    """Time the text generator's decode steps for each case on this machine's first device.
+    """Time the decode steps of the text generator on this machine's first device.
 
-    Weights, prompts and sampled tokens are random. Rows grow until they reach the case's context.
-    A repeat consists of rounds of STEPS steps, and its result is the time per step in the median
-    round. Prompt processing is not timed. The first repeat, which includes compilation, is
-    discarded.
+    Weights and tokens are random. Rows grow until they reach the context of the case. A repeat runs
+    rounds of STEPS steps, and its result is the time per step in the median round. Reading the
+    prompts is not timed. The first repeat is discarded, because it includes compilation.
 
     Raises:
       UsageError: a preset or a change is not legal.
@@ -353,7 +353,7 @@ def _random_decoder(config: ModelConfig) -> Decoder:
 
 
 def _fault(case: DecodeCase, bound: DecodeLowerBound, limit: int | float) -> str:
-    """Return why a decode step cannot run, in one line, or "" if no reason is known."""
+    """Return in one line why a decode step cannot run, or "" if no reason is known."""
     learned = case.model("auto").learned_positions
     if learned and learned.max_length < case.context:
         return f"has only {learned.max_length} learned positions"
@@ -364,7 +364,7 @@ def _fault(case: DecodeCase, bound: DecodeLowerBound, limit: int | float) -> str
 
 
 def _abstract(config: ModelConfig) -> Decoder:
-    """Return a decoder of abstract arrays (shapes only), with matrices in the compute dtype."""
+    """Return a decoder of abstract arrays, whose matrices have the compute dtype."""
     return nnx.eval_shape(lambda: cast_once(Decoder(config, rngs=nnx.Rngs(0))))
 
 

@@ -16,12 +16,12 @@ _PARTS = {part: part for part in PARTS if part != "optimizer"} | {"loss": "unemb
 
 
 def text(rows: Sequence[DecodeRow], versions: str, largest: int = 0) -> str:
-    """Return a Markdown report with the method, a table per device, and parts of estimated steps.
+    """Return a Markdown report on decode steps, with one table per device.
 
     Args:
       rows: the results of decode steps, on all devices.
       versions: the versions of the software that produced the figures.
-      largest: the number of most expensive instructions to list for each estimated step.
+      largest: how many of the most expensive instructions to list for each estimated step.
     """
     parts = ["# Time of a decode step\n", *(f"{line}\n" for line in how(rows)), f"{versions}.\n"]
     parts += [_tables(device, device_rows) for device, device_rows in _by_device(rows)]
@@ -52,7 +52,10 @@ def how(rows: Sequence[DecodeRow]) -> list[str]:
 
 
 def ratios(rows: Sequence[DecodeRow]) -> list[dict[str, Any]]:
-    """Return each preset's step time relative to the first preset's, per device and case."""
+    """Return the step time of each preset divided by that of the first preset.
+
+    The ratios are listed by device and case.
+    """
     found = []
     for row in rows:
         ratio = _over(row, rows)
@@ -71,7 +74,7 @@ def ratios(rows: Sequence[DecodeRow]) -> list[dict[str, Any]]:
 
 
 def figure(rows: Sequence[DecodeRow], versions: str) -> Any:
-    """Plot the share of HBM bandwidth that decode steps use, or their times, by batch size."""
+    """Plot, by batch size, the times of decode steps or their share of HBM bandwidth."""
     from matplotlib.figure import Figure
 
     devices = _by_device(rows)
@@ -138,7 +141,7 @@ def _figures(row: DecodeRow, rows: Sequence[DecodeRow], several: bool) -> list[s
 
 
 def _over(row: DecodeRow, rows: Iterable[DecodeRow]) -> float | None:
-    """Return a decode step's time relative to the first preset's, or None if one is unknown."""
+    """Return the time of a decode step divided by that of the first preset, or None if unknown."""
     rows = list(rows)
     same = lambda other: (other.device, other.case.batch, other.case.context)
     first = rows[0].case.preset

@@ -1,20 +1,22 @@
-"""Measurements by depth in a trained model: Figures 5 and 8 of the Attention Residuals paper.
+"""Measurements at each depth of a trained model, as in the Attention Residuals paper.
 
-The measurements use tokens of held-out text. A model of L layers writes to its residual `2L + 1`
-times: the embedding, and then the output of every sublayer. For each write, there are:
+They reproduce Figures 5 and 8 of the paper, on held-out text. A model of L layers writes to its
+residual `2L + 1` times: first the embedding, and then the output of every sublayer. For each write,
+there are:
 
-- output: the root mean square, over tokens and features, of the written array;
+- output: the root mean square of the written array over tokens and features;
 - residual: the root mean square of the residual after this write. With attention over depth, the
   residual is the running sum of a block, which restarts after each block (with Full AttnRes, at
   each write);
 - gradient: the root mean square of the gradient of the loss with respect to the written array. The
-  loss is the cross-entropy in nats, summed over the batch's tokens, so that the gradient's size
-  does not depend on the batch size.
+  loss is the cross-entropy in nats, summed over tokens. Its gradient for one token does not depend
+  on the batch size.
 
-A site is a point where a sublayer, or the unembedding, reads its input. If the mixer weighs earlier
-writes (the sources) at each site, the measurements include the weight of each source, averaged over
-tokens and heads: `alpha` in Attention Residuals, `a_ij` in DenseFormer. If the weights also differ
-between tokens, there are two more measurements for each site with n >= 2 sources:
+A site is a point where a sublayer, or the unembedding, reads its input. Some mixers read a weighted
+sum of earlier writes, called the sources. For these mixers, the mean weight of each source over
+tokens and heads is measured. It is `alpha` in Attention Residuals, and `a_ij` in DenseFormer. If
+the weights also differ between tokens, there are two more measurements for each site with n >= 2
+sources:
 
 - entropy: the entropy of the weights divided by `log n`, averaged over tokens and heads. It is 1
   for equal weights, and 0 if one source has all the weight. Weights that do not add up to 1 are
@@ -23,9 +25,9 @@ between tokens, there are two more measurements for each site with n >= 2 source
   magnitudes. For a softmax this is the range of the logits. Weights that underflow count as the
   dtype's smallest normal number.
 
-The layers run one by one, in float32 or wider, and without kernels for the mixing over depth. A
-zero array (a tap) is added to every write; the gradient with respect to the tap is the gradient
-with respect to the write.
+The layers run one by one, in float32 or wider, and without kernels for the mixing over depth. To
+get the gradient with respect to a write, an array of zeros, called a tap, is added to it. Both have
+the same gradient.
 """
 
 import json
@@ -54,7 +56,9 @@ from rmt_tpu.training.loss import Loss, next_token_loss
 
 @dataclass(frozen=True)
 class DepthProfile:
-    """The measurements of one model; lists have one entry per write unless stated otherwise.
+    """The measurements of one model.
+
+    Lists have one entry per write unless stated otherwise.
 
     Attributes:
       tokens: the number of tokens measured.
@@ -64,8 +68,8 @@ class DepthProfile:
       residual: the root mean square of the residual after each write, or None if the mixer keeps no
         sum of writes.
       weights: for each site, the mean weight of each source; None if the mixer has no weights.
-      entropy, spread: one value per site, which is None at sites with a single source. The whole
-        field is None if the weights do not differ between tokens.
+      entropy, spread: one value per site, or None at sites with a single source. The field is None
+        if the weights do not differ between tokens.
     """
 
     tokens: int
@@ -88,7 +92,7 @@ class Trace(NamedTuple):
       residuals: the residual after each write; empty if the mixer does not keep a sum of writes.
       reads: the array that each site reads, ending with the unembedding's; empty if the mixer does
         not read through the store.
-      weights: for each site, its weights over the sources available to it, oldest source first.
+      weights: for each site, the weights of its sources, oldest source first.
     """
 
     z: Float[Array, "batch seq vectors size"]
@@ -130,7 +134,7 @@ def measure(decoder: Decoder, batches: Iterable[Batch]) -> DepthProfile:
 
 
 def _per_site(total: dict[str, Any], values: list[float]) -> list[float | None] | None:
-    """Return `values`, one per site, with None for each site that has only one source.
+    """Return `values`, which has one value per site, with None for sites with one source.
 
     A site is a place that reads the residual. The result is None if the model has no weights
     over depth.
@@ -140,7 +144,7 @@ def _per_site(total: dict[str, Any], values: list[float]) -> list[float | None] 
 
 
 def in_full_precision(decoder: Decoder) -> Decoder:
-    """Return the decoder with all narrower dtypes in its config replaced by float32."""
+    """Return the decoder with float32 in place of every narrower dtype in its config."""
     dtype = jnp.promote_types(decoder.dtype, jnp.float32).name
     store = replace(decoder.config.store, dtype=dtype)
     config = replace(decoder.config, compute_dtype=dtype, remat="full", store=store)
@@ -153,7 +157,7 @@ def in_full_precision(decoder: Decoder) -> Decoder:
 def tapped_loss(
     decoder: Decoder, batch: Batch, taps: Sequence[Float[Array, "batch seq *shape"]]
 ) -> tuple[Float[Array, ""], tuple[Loss, Trace]]:
-    """Return the cross-entropy summed over a batch, with `taps[k]` added to the k-th write.
+    """Return the cross-entropy summed over a batch, after adding `taps[k]` to write k.
 
     The embedding and each sublayer write to the residual.
     """
@@ -171,14 +175,14 @@ def tapped_loss(
 
 
 def no_taps(decoder: Decoder, batch: int, seq: int) -> list[Float[Array, "batch seq *shape"]]:
-    """Return zeros for the taps of `tapped_loss`, the arrays that it adds to residual writes."""
+    """Return taps of zeros for `tapped_loss`."""
     config = decoder.config
     zeros = jnp.zeros((batch, seq, *config.residual_shape), decoder.dtype)
     return [zeros] * (config.num_sublayers + 1)
 
 
 def _sums(graphdef, params, batch: Batch) -> dict[str, Any]:
-    """Return the sums that `measure` needs, over the tokens of a batch that have a target."""
+    """Return what `measure` needs from a batch, summed over the tokens that have a target."""
     decoder = nnx.merge(graphdef, params)
     counts = batch.weights > 0
     taps = no_taps(decoder, *batch.inputs.shape)
@@ -253,10 +257,9 @@ def unrolled(
 
 
 class _TappedStore:
-    """A wrapper around a residual store that adds a tap to every write and records the result.
+    """A residual store that adds a tap to every write and records the result.
 
-    A store is the format of the residual (a vector or a matrix), with its writes and reads. The
-    wrapper has the additional methods of a vector store only if it wraps a vector store.
+    It wraps another store. It has the additional methods of a vector store only if it wraps one.
     """
 
     def __init__(self, store: Store, taps: Sequence[Array] | None):
@@ -341,11 +344,11 @@ def _depth_weights(decoder: Decoder, means: list[np.ndarray]) -> DepthWeights | 
 
 
 def table(profiles: dict[str, DepthProfile]) -> str:
-    """Return a Markdown table of the first and last value of each curve, with one row per run.
+    """Return a Markdown table with the first and last value of each curve, by run.
 
-    The table has the weight of the newest source (within a block, this is the running sum), the
-    weight of the embedding, and the entropy, each averaged over sites with more than one source.
-    The spread is the maximum over sites.
+    The table also has the weight of the newest source, the weight of the embedding, and the
+    entropy. These are averaged over sites with more than one source. Within a block, the newest
+    source is the running sum. The spread is the maximum over sites.
     """
     lines = [
         "| run | loss | output: first, last sublayer | gradient: first, last sublayer | "
@@ -376,7 +379,7 @@ def _summary(weights: DepthWeights) -> tuple[str, str]:
 
 
 def write_report(profiles: dict[str, DepthProfile], folder: Folder, picture: str) -> str:
-    """Draw profiles, write their numbers as JSON next to the picture, and return a Markdown table.
+    """Draw profiles, write their numbers as JSON, and return a Markdown table.
 
     Args:
       profiles: maps the name of each run to its profile.

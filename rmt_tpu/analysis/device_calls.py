@@ -1,8 +1,8 @@
-"""Test cases for the kernel calls that a given program makes, at that program's sizes.
+"""Test cases for the kernel calls of a given program, at the sizes of that program.
 
-A case has at most 8192 tokens, 8192 rows of experts, or 2048 tokens of logits. If a call has more,
-rows of the batch are left out first, and then the end of each sequence. A call of an op that has no
-test case in this module is not checked.
+A case has at most 8192 tokens, 8192 rows of experts, or 2048 tokens of logits. A larger call is
+tested with fewer rows of the batch, and if necessary with shorter sequences. Ops without a test
+case in this module are not checked.
 """
 
 import math
@@ -22,12 +22,13 @@ _TOKENS, _LOGITS = 8192, 2048
 
 
 def cases_of(calls: Iterable[TracedCall], platform: str) -> dict[str, list[DeviceCase]]:
-    """Return test cases for a program's calls, without duplicates, by op name (`TracedCall.name`).
+    """Return the distinct test cases for a program's calls.
+
+    The result maps the name of each op (`TracedCall.name`) to its cases.
 
     Args:
       calls: the calls that were collected from a program.
-      platform: the device's platform, "tpu" or "cuda". Calls that its kernels do not support are
-        left out.
+      platform: "tpu" or "cuda". Calls that the platform's kernels do not support are left out.
     """
     found: dict[str, dict[tuple[str, str], DeviceCase]] = {}
     for call in calls:
@@ -38,7 +39,7 @@ def cases_of(calls: Iterable[TracedCall], platform: str) -> dict[str, list[Devic
 
 
 def _capped(tokens: tuple[int, ...], most: int = _TOKENS) -> tuple[int, int]:
-    """Return the number of sequences, and of tokens in each, limited to `most` tokens in total.
+    """Return a number of sequences and of tokens in each, with at most `most` tokens in total.
 
     A single token axis counts as one sequence.
     """
@@ -62,9 +63,9 @@ def _key_vector(call: TracedCall) -> Iterator[DeviceCase]:
     norm = {"norm": call.options["norm"]} if P and call.options.get("norm") else {}
     tokens = _capped(tuple(tokens))
     if matrix.dtype == jnp.int16 or call.options.get("rebuild"):
-        # A call that writes is tested as an `undo`, and a call that only reads is tested as an
-        # `undo_and_reread`. Both test cases need a write and a read. If the call lacks a write or a
-        # read, the test case gets one with a single vector.
+        # A call that writes is tested as an `undo`, and a call that only reads as an
+        # `undo_and_reread`. Both cases need a write and a read. A missing one is added, with a
+        # single vector.
         make = residual.undo if R else residual.undo_and_reread
         yield make(KeyVector(K, V, R or 1, P or 1), tokens, dtype, **norm)
         return

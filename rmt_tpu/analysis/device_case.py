@@ -1,4 +1,4 @@
-"""The type of the test cases that check a device's kernels, and random inputs for them."""
+"""Test cases that check a device's kernels, and random inputs for them."""
 
 import dataclasses
 from collections.abc import Callable, Mapping
@@ -25,13 +25,13 @@ class DeviceCase:
       flops: the FLOPs of the forward pass.
       gradients: whether to check the gradients of the floating-point inputs; if so, all results are
         floating-point.
-      reference: a direct implementation of the equations, as `reference(**inputs)`; None means the
-        op's plain JAX form.
+      reference: a function that evaluates the equations directly, called as `reference(**inputs)`;
+        None means the op's plain JAX form.
       exact: maps each result that must equal an input bit for bit to the name of that input.
       wide: the names of results that are computed in float32 throughout, even if inputs are
         narrower.
-      cancels: the names of results with rows in which all terms may cancel, so that only rounding
-        errors remain.
+      cancels: the names of results in which the terms of a row may cancel. Such a row consists only
+        of rounding errors.
     """
 
     op: str
@@ -53,7 +53,7 @@ def normal(seed: int, dtype: jax.typing.DTypeLike, *shape: int, scale: float = 1
 
 
 def in_words(tokens: tuple[int, ...], dtype: str = "bfloat16", **sizes: int | float) -> str:
-    """Return array sizes as text, like "16x512 K=64 V=64 float32"; bfloat16 is left out."""
+    """Return sizes as text like "16x512 K=64 V=64 float32". The dtype is omitted for bfloat16."""
     named = [f"{name}={value}" for name, value in sizes.items()]
     return " ".join(["x".join(map(str, tokens)), *named, *([] if dtype == "bfloat16" else [dtype])])
 

@@ -13,7 +13,7 @@ Scale = Literal["real", "small"]
 
 
 def cases(scale: Scale) -> list[DeviceCase]:
-    """Return test cases for all ops, at the sizes of models or at the kernels' minimum sizes.
+    """Return test cases for all ops, with sizes of models or the smallest sizes of kernels.
 
     Some cases have an odd number of tokens.
     """
@@ -74,8 +74,8 @@ def _attention(scale: Scale) -> Iterator[DeviceCase]:
             (Heads(16, 128), (1, 4096), {"kv_heads": 4, "window": 1024}),
             (shapes.GPT2_405M, (2, 2100), {"kv_heads": 4, "alibi": True}),
             (shapes.GEMMA2_2B, (1, 4096), {"kv_heads": 4, "window": 1024, "cap": 1.5}),
-            # cuDNN supports only some of these head sizes. It supports even fewer with segment ids,
-            # because segment ids make heads larger.
+            # cuDNN supports only some of these head sizes, and fewer with segment ids, which make
+            # heads larger.
             *[(Heads(4, size), (2, 512), {}) for size in (64, 120, 128, 256)],
         ]
         after = [(shapes.GPT2_405M, (2, 512), 2048), (Heads(16, 128), (1, 255), 1001)]

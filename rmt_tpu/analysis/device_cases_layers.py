@@ -40,8 +40,7 @@ def attention(
       kv_heads: the number of key and value heads; None means as many as query heads.
       alibi: whether ALiBi biases are added to the logits.
       segments: whether each sequence consists of two documents.
-      values: the head size of the values, if they and the keys are arrays separate from the
-        queries; otherwise None.
+      values: the head size of the values, or None if queries, keys and values are one array.
       order: the order of heads and features in the kernel's layout.
       dtype: the dtype of queries, keys and values.
       window: the number of tokens that each token sees; None means all earlier ones.
@@ -94,7 +93,7 @@ def attention(
 def attention_after(
     size: Heads, tokens: Tokens, before: int, dtype: str = "bfloat16"
 ) -> DeviceCase:
-    """Return a test case for attention whose queries also see `before` earlier tokens.
+    """Return a test case for attention in which queries also see `before` earlier tokens.
 
     The op computes its gradients with the plain JAX form.
     """
@@ -124,7 +123,10 @@ def attention_to(
     *,
     cap: float | None = None,
 ) -> DeviceCase:
-    """Return a test case without gradients for attention to the keys of a cache, as in decoding."""
+    """Return a test case for attention to the keys of a cache, as in decoding.
+
+    It has no gradients.
+    """
     heads, D = size
 
     def function(implementation, q, before, seen):
@@ -146,7 +148,7 @@ def attention_to(
 
 
 def _filled(batch: int, before: int) -> jax.Array:
-    """Return each sequence's number of earlier tokens, which grows by one from row to row."""
+    """Return the number of earlier tokens of each sequence; it grows by one per row."""
     return jnp.arange(before - batch, before, dtype=jnp.int32)
 
 
@@ -159,8 +161,8 @@ def delta(
       tokens: the number of sequences, and of tokens in each.
       size: the number and the size of heads.
       dtype: the dtype of queries, keys and values.
-      stepwise: whether the reference is the token-by-token recurrence, which keeps every state in
-        memory, rather than the op's plain JAX form in chunks.
+      stepwise: whether the reference is the recurrence over single tokens, which keeps every state
+        in memory. Otherwise it is the op's plain JAX form.
     """
     heads, D = size
     rows = *tokens, heads
@@ -201,7 +203,9 @@ def delta(
 def grouped(
     M: int, K: int, N: int, G: int, dtype: str = "bfloat16", *, rowwise: bool = False
 ) -> DeviceCase:
-    """Return a test case for grouped matrix products: each of M rows times its group's matrix.
+    """Return a test case for grouped matrix products.
+
+    Each of M rows is multiplied by the matrix of its group.
 
     Some rows belong to no group, and one group is empty.
 
@@ -211,8 +215,8 @@ def grouped(
       N: the length of a row of the product.
       G: the number of groups.
       dtype: the dtype of rows and matrices.
-      rowwise: whether the reference is one product per row, which copies a matrix for each row,
-        rather than the op's plain JAX form.
+      rowwise: whether the reference is one product per row, which copies a matrix for each row.
+        Otherwise it is the op's plain JAX form.
     """
 
     def inputs():
@@ -243,7 +247,7 @@ def _in_a_group(rows, sizes):
 
 
 def stacked_product(T: int, P: int, K: int, N: int, dtype: str = "bfloat16") -> DeviceCase:
-    """Return a test case for products of rows with the matrices of one of two layers.
+    """Return a test case for products with the matrices of one layer of two.
 
     Args:
       T: the number of rows.
@@ -280,7 +284,7 @@ def stacked_product(T: int, P: int, K: int, N: int, dtype: str = "bfloat16") -> 
 def token_rows(
     tokens: int, choices: int, count: int, width: int, dtype: str = "bfloat16"
 ) -> DeviceCase:
-    """Return a test case that gathers the rows of tokens for experts, and sums rows by token.
+    """Return a test case for the gathering of rows for experts, and their sum by token.
 
     Each of `tokens` tokens chooses `choices` experts, and `count` rows of `width` numbers are
     gathered.
@@ -317,13 +321,13 @@ def token_rows(
 
 
 def _zero_padding_rows(rows, places):
-    """Return the gathered rows, with zeros in rows that belong to no token's choice."""
+    """Return the gathered rows with the padding rows set to zero."""
     there = jnp.zeros(len(rows), bool).at[places].set(True, mode="drop")
     return jnp.where(there[:, None], rows, 0)
 
 
 def logits(tokens: int, width: int, vocab: int, dtype: str = "bfloat16") -> DeviceCase:
-    """Return a test case for logits and the sums that a loss needs; it has no gradients."""
+    """Return a test case, without gradients, for logits and the sums that a loss needs."""
 
     def inputs() -> Arrays:
         targets = np.random.default_rng(62).integers(vocab, size=tokens, dtype=np.int32)

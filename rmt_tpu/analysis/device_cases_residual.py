@@ -1,8 +1,8 @@
-"""Test cases for the ops on residuals, at any size: key-vector ops and depth attention.
+"""Test cases for the ops on residuals: key-vector ops and depth attention.
 
-Key-vector ops work on a residual matrix of size K x V per token: a write stores R data vectors in
-it, and a read retrieves P vectors. In depth attention, each of S sites (inputs of sublayers) takes
-a weighted mean of N sources with D numbers per token.
+In key-vector ops, each token has a residual matrix of size K x V. A write stores R data vectors in
+it, and a read retrieves P vectors. In depth attention, there are N sources with D numbers per
+token. Each of S sites, the inputs of sublayers, takes a weighted mean of the sources.
 """
 
 import functools
@@ -22,7 +22,7 @@ Tokens = tuple[int, int]
 
 # Key-vector ops -------------------------------------------------------------------------------
 
-# These results are sums of rounded values over all keys, whose terms may cancel.
+# These results are sums over all keys, and the terms of a sum may cancel.
 _CANCELS = frozenset({"retrieved", "first", "again", "undone", "d_data"})
 
 
@@ -99,12 +99,12 @@ def norm_retrieve(
 def undo(
     size: KeyVector, tokens: Tokens, dtype: str = "bfloat16", norm: Norm = "layernorm"
 ) -> DeviceCase:
-    """Return a test case for a reversible backward pass: a write in int16, and its undo.
+    """Return a test case for a write in int16 and its undo, as in a reversible backward pass.
 
-    The undo computes the residual before the write from the residual after it.
+    The undo computes the residual before the write from the residual after it. It also computes
+    gradients, which are among the results.
 
-    The gradients that the undo computes are among the results; the case itself is not
-    differentiated.
+    The case itself is not differentiated.
     """
 
     def function(implementation, d_stored, d_retrieved, residual, **arrays):
@@ -134,7 +134,7 @@ def undo(
 def undo_and_reread(
     size: KeyVector, tokens: Tokens, dtype: str = "bfloat16", norm: Norm = "layernorm"
 ) -> DeviceCase:
-    """Return a test case for two ops: an undo that also reads the residual, and the read alone.
+    """Return a test case for two ops: an undo with a read, and the read alone.
 
     An undo computes the residual before a write from the residual after it, with gradients. Neither
     op is differentiated.
@@ -178,7 +178,7 @@ def undo_and_reread(
 
 
 def site_at(size: KeyVector, batch: int, dtype: str = "bfloat16") -> DeviceCase:
-    """Return a test case for a write, norm and read with the parameters of one of two layers.
+    """Return a test case for a write, norm and read with the parameters of one layer of two.
 
     There is one token per row of the batch, as in decoding. The kernels have no gradients.
     """
@@ -240,7 +240,7 @@ def _undo_inputs(size: KeyVector, tokens: Tokens, dtype: str) -> Arrays:
 
 # Depth attention ------------------------------------------------------------------------------
 
-# A merge that includes a read retrieves this number of vectors.
+# The number of vectors that a merge with a read retrieves.
 _READ = 12
 
 
@@ -290,9 +290,9 @@ def partial(
 def merge(
     size: Depth, tokens: Tokens, matrix: Tokens | None = None, dtype: str = "bfloat16"
 ) -> DeviceCase:
-    """Return a test case for merging one site's depth attention with one more source.
+    """Return a test case that adds one more source to the depth attention of a site.
 
-    The merged site is the last one in the partial result, which covers the earlier sources.
+    A partial result covers the earlier sources, and the merged site is its last one.
 
     If the residual is a vector, the merge also normalizes its result.
     """
@@ -321,7 +321,7 @@ def merge(
 
 
 def merge_read(size: Depth, tokens: Tokens, matrix: Tokens, dtype: str = "bfloat16") -> DeviceCase:
-    """Return a test case for a merge of matrices, with a norm and a read in the same kernel."""
+    """Return a test case for a kernel that merges matrices, norms the result and reads it."""
 
     def function(implementation, mixed, log_sums, current, **arrays):
         mixed, current, z = pallas_kernels.depth_attention_merge_read(
@@ -341,7 +341,7 @@ def merge_read(size: Depth, tokens: Tokens, matrix: Tokens, dtype: str = "bfloat
 
 
 def merge_at(size: Depth, batch: int, dtype: str = "bfloat16") -> DeviceCase:
-    """Return a test case for `depth_attention_merge_at`, with the parameters of one of two layers.
+    """Return a test case for `depth_attention_merge_at` with one layer of two.
 
     The op merges a site's depth attention with one more source, for one token per row.
 
@@ -419,7 +419,6 @@ def _merge_plainly(mixed, log_sums, current, query, norm_gain=None) -> Arrays:
         epsilon=EPSILON,
         norm_epsilon=EPSILON,
     )
-    # No later site reads this site's row of `mixed`, so the op ignores the gradient of this row of
-    # its result.
+    # No later site reads this site's row of `mixed`, so the op ignores the row's gradient.
     mixed = mixed.at[-1].set(jax.lax.stop_gradient(mixed[-1]))
     return {"mixed": mixed, "current": current, "z": z.reshape(current.shape)}

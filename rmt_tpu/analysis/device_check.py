@@ -1,8 +1,8 @@
-"""A check of a device's kernels against their equations, with a measurement of their speed.
+"""A check of the results of a device's kernels, and a measurement of their speed.
 
-Every test case of `device_cases` runs as it would inside a model. Its results, and the gradients of
-all floating-point inputs, are compared with the equations evaluated in float32. A residual that is
-rebuilt by undoing a write must equal the original bit for bit.
+Every test case of `device_cases` runs as it would inside a model. Its results and gradients are
+compared with those of the equations in float32. A residual that is rebuilt by undoing a write must
+equal the original bit for bit.
 """
 
 import contextlib
@@ -27,7 +27,7 @@ _ROUNDS = 3
 # A wall-clock measurement is repeated with more calls until it lasts _LONG seconds or has at least
 # _MOST_CALLS calls.
 _LONG, _MOST_CALLS = 0.02, 256
-# Maps a string in a compiled program to the kernel implementation that it indicates.
+# Each key is a string in compiled programs that shows which kernel implementation was used.
 _CALLS = {
     "tpu_custom_call": "mosaic_tpu",
     "xla.gpu.triton": "triton",
@@ -38,7 +38,7 @@ _CALLS = {
 
 
 def wrong(differences: Mapping[str, float], bounds: Mapping[str, float]) -> list[str]:
-    """Return the names of results whose difference exceeds its bound or is NaN."""
+    """Return the names of results whose difference is NaN or exceeds its bound."""
     return [name for name, d in differences.items() if not d <= bounds[name]]
 
 
@@ -49,9 +49,9 @@ class CheckRow:
     Attributes:
       op, size: the op and the size of the case, as text.
       implementation: the name of the implementation that ran.
-      differences, bounds: maps from each result and gradient to its difference from the equations
-        and to the bound on that difference, from `device_compare.compare`.
-      seconds: the time of one call, forward and backward, in seconds, or None if it was not timed.
+      differences, bounds: for each result and gradient, by name, its difference from the expected
+        value and the bound on that difference; see `device_compare.compare`.
+      seconds: the time of one call, forward and backward, or None if it was not timed.
       bytes, flops: the minimum number of bytes that the call moves, and its FLOPs.
       error: why the case did not run, in one line.
       note: why plain JAX ran although the device has a kernel, in one line.
@@ -147,7 +147,7 @@ def _check(case: DeviceCase, implementation: str | None, interpret: bool, timed:
 
 
 class CaseRun(NamedTuple):
-    """A test case that ran, with its inputs, and its actual and expected results on the host."""
+    """A test case that ran: its inputs, actual results and expected results, on the host."""
 
     program: jax.stages.Compiled
     inputs: Arrays
@@ -159,7 +159,7 @@ class CaseRun(NamedTuple):
 
 
 def run(case: DeviceCase, implementation: str | None, *, interpret: bool = False) -> CaseRun:
-    """Compile and run a test case, and evaluate its equations; see `check` for the arguments."""
+    """Run a test case and evaluate its equations; see `check` for the arguments."""
     inputs = case.inputs()
     cotangents = _cotangents(case, inputs)
     with contextlib.ExitStack() as stack:
@@ -182,7 +182,7 @@ def run(case: DeviceCase, implementation: str | None, *, interpret: bool = False
 
 
 def time_case(case: DeviceCase, implementation: str) -> float:
-    """Return the seconds of one call, forward and backward, without checking its results."""
+    """Return how many seconds one forward and backward call takes, without a check."""
     inputs = case.inputs()
     arguments = inputs, _cotangents(case, inputs)
     program = jax.jit(results_and_gradients(case, implementation)).lower(*arguments).compile()
@@ -211,7 +211,7 @@ def measure_rates(*, small: bool = False) -> Rates:
 
 
 def table(rows: Sequence[CheckRow], rates: Rates | None) -> str:
-    """Return a Markdown table with one row per test case; `rates` is the measured device speed."""
+    """Return a Markdown table with one row per test case."""
     lines = [
         "| op | size | implementation | largest difference | bound | time, ms | share of device "
         "| result |",
@@ -231,10 +231,10 @@ def table(rows: Sequence[CheckRow], rates: Rates | None) -> str:
 
 
 def share(row: CheckRow, rates: Rates | None) -> str:
-    """Return the share of the device's measured speed that a call reaches, as text.
+    """Return, as text, what share of the device's speed a call reaches.
 
-    The share is the larger of two fractions: the call's bytes/s as a fraction of a copy's, and its
-    FLOP/s as a fraction of a matrix product's.
+    The share is the larger of two fractions. One is the bytes/s of the call divided by those of a
+    copy. The other is the FLOP/s of the call divided by those of a matrix product.
     """
     if rates is None or not row.seconds:
         return ""
@@ -244,7 +244,7 @@ def share(row: CheckRow, rates: Rates | None) -> str:
 
 
 def record(rows: Sequence[CheckRow], rates: Rates | None, device: jax.Device) -> dict[str, Any]:
-    """Return the results of all checks on a device as JSON values; NaN and infinity become null."""
+    """Return all results as JSON values; NaN and infinity become null."""
     number = lambda x: x if x is None or math.isfinite(x) else None
     names = lambda values: {name: number(x) for name, x in values.items()}
     row_values = lambda row: (
@@ -294,7 +294,7 @@ def _cotangents(case: DeviceCase, inputs: Arrays) -> Arrays:
 
 
 def abstract_cotangents(case: DeviceCase, inputs: Arrays) -> Arrays:
-    """Return the shapes and dtypes of a case's cotangents; {} for a case without gradients."""
+    """Return the shapes and dtypes of a case's cotangents, or {} if it has no gradients."""
     if not case.gradients:
         return {}
     return jax.eval_shape(functools.partial(case.function, "xla"), **inputs)

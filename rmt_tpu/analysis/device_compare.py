@@ -1,22 +1,21 @@
-"""Comparison of a device's results with the equations, and bounds on their differences.
+"""Comparison of a device's results with expected values, and bounds on the differences.
 
-An error is measured relative to the magnitude of its row. A row is the last axis of an array, or
-the last axes that have at least 16 entries together. Therefore, an error confined to rows of small
-values counts as much as one in rows of large values. The magnitude of a row is its largest absolute
-value, but at least 1/16 of the largest row's magnitude. Where the terms of a row may cancel, its
-magnitude is at least 1/4 of the largest row's: for example, the gradient of a query that sees only
-one key consists entirely of rounding errors. In addition, the root mean square of all errors,
-relative to that of the expected values, has a tighter bound, because few rounding errors reach
-their maximum.
+An error is measured relative to the magnitude of its row, so that errors in rows of small values
+count too. A row is the last axis of an array, or the last axes that have at least 16 entries
+together. The magnitude of a row is its largest absolute value, but at least 1/16 of the largest
+row's magnitude. If the terms of a row may cancel, it is at least 1/4 of that. For example, the
+gradient of a query that sees only one key consists entirely of rounding errors.
+
+The root mean square of all errors is measured relative to that of the expected values. It has a
+tighter bound, because few rounding errors reach their maximum.
 
 Bounds follow from the dtype of the inputs and the lengths of sums. Rounding to bfloat16 changes an
 entry by at most 2^-8 of its value. A result is rounded once, and up to five of its factors have
-been rounded before. The rounding errors of a factor with millions of entries may all have the same
-sign. Therefore the bounds are 6 * 2^-8 of the row's magnitude, and 2 * 2^-8 for the root mean
-square. In float32, each of the n terms of a sum is rounded by up to 2^-24, up or down, so a bound
-of 4 sqrt(n) 2^-24 would be enough. The actual bound is eight times as large, because of
-exponentials and of products that the device computes as several bfloat16 products. The bound for
-the root mean square is half of this.
+been rounded before. Their errors may have the same sign. Therefore the bounds are 6 * 2^-8 of the
+row's magnitude, and 2 * 2^-8 for the root mean square. In float32, each of the n terms of a sum is
+rounded by up to 2^-24, up or down, so a bound of 4 sqrt(n) 2^-24 would be enough. The actual bound
+is eight times as large, because of exponentials and of products that the device computes as several
+bfloat16 products. The bound for the root mean square is half of this.
 """
 
 import math
@@ -32,11 +31,11 @@ from rmt_tpu.analysis.device_case import Arrays, DeviceCase
 _NARROW, _WIDE = 2.0**-8, 2.0**-24
 _OF_ROW, _OF_MEAN = 6.0, 2.0
 _FLOOR, _FLOOR_OF_CANCELLED = 1 / 16, 1 / 4
-# A row, the unit in which errors are measured, has at least this number of entries.
+# Errors are measured by row, and a row has at least this number of entries.
 _ROW = 16
 # Arrays are compared in blocks of this number of entries, to limit memory.
 _BLOCK = 2**22
-# The root mean square of a result's errors is reported under the result's name with this suffix.
+# This suffix of a result's name marks the root mean square of its errors.
 MEAN = " (rms)"
 
 
@@ -55,7 +54,7 @@ class RelativeError(NamedTuple):
 def compare(
     case: DeviceCase, inputs: Arrays, got: Arrays, want: Arrays
 ) -> tuple[dict[str, float], dict[str, float]]:
-    """Return the differences of results from expected values, and the bounds on them, by name.
+    """Return, by name, the differences of results from expected values, and their bounds.
 
     Each result has a maximum difference, under its name, and a root mean square, under "name
     (rms)". For a result that must be exact, the difference is the maximum distance in integer
@@ -79,11 +78,11 @@ def compare(
 def bound(inputs: Mapping[str, Any], *, wide: bool = False) -> RelativeError:
     """Return the bound on the error of results that are computed from `inputs`.
 
-    `wide` means that all intermediate values are float32, whatever the dtype of the inputs.
+    With `wide`, all intermediate values are float32, whatever the dtype of the inputs.
     """
     if not wide and any(x.dtype in (jnp.bfloat16, jnp.float16) for x in inputs.values()):
         return RelativeError(_OF_ROW * _NARROW, _OF_MEAN * _NARROW)
-    # A sum is over all axes but the last, or over any single axis, so it has at most this length.
+    # A sum goes over all axes but the last, or over a single axis. This is its maximum length.
     length = max(max(x.size // max(x.shape[-1], 1), *x.shape) for x in inputs.values() if x.ndim)
     limit = 32 * math.sqrt(max(length, 1)) * _WIDE
     return RelativeError(limit, limit / 2)

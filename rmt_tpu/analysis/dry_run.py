@@ -23,7 +23,7 @@ def dry_run(
     change_config: bool = False,
     from_step: int | None = None,
 ) -> str:
-    """Check a run as `train` would, and report its resolved config and its sizes on these devices.
+    """Check a run as `train` would, and report its config and its sizes on these devices.
 
     Args:
       config: the run's config.
@@ -73,7 +73,7 @@ def dry_run(
 
 
 def _amount_of_data(config: RunConfig, train: data.Windows | data.Mixture) -> str:
-    """Return the size in tokens of the text or of each mixed text, and how often it is read."""
+    """Return how many tokens the text has, or each mixed text, and how often it is read."""
     windows = config.train.steps * config.train.batch_size
     if isinstance(train, data.Windows):
         size, times = train.tokens_per_epoch, windows * train.seq_len / train.tokens_per_epoch

@@ -20,7 +20,7 @@ from pallas_kernels.platform import Implementations
 from pallas_kernels.shapes import ALL_SITES, RMT_305M, TOKENS, KeyVector, array
 from pallas_kernels.target import lowering_for
 
-# Maps each column of the table to its devices, by short name and by jax's device kind.
+# The devices of each column of the table. A short name maps to jax's name of the device kind.
 DEVICES = {
     "TPU": {
         "v4": "TPU v4",
@@ -56,12 +56,12 @@ class OpCall(NamedTuple):
 
 
 class ImplementationRow(NamedTuple):
-    """A row of the table: ops that share their implementations.
+    """A row of the table, for ops that have the same implementations.
 
     Attributes:
       ops: the names of the public ops.
       group: the name of the ops' `Implementations`.
-      calls: the usual calls, which occur in bfloat16 training and decoding, and then unusual calls.
+      calls: first the usual calls, from training and decoding in bfloat16, and then unusual calls.
       operand_kind: "vectors" or "matrices" if another row has the same ops; otherwise "".
     """
 
@@ -72,7 +72,7 @@ class ImplementationRow(NamedTuple):
 
     @property
     def name(self) -> str:
-        """The name of the first op, with its kind of operands if other rows have the same ops."""
+        """The name of the first op, and its kind of operands if another row has the same op."""
         return f"`{self.ops[0]}`" + (f" of {self.operand_kind}" if self.operand_kind else "")
 
 
@@ -116,7 +116,7 @@ def _key_vector() -> Iterator[ImplementationRow]:
 
 
 def _layers(site: SiteOperands, dtype: str) -> SiteOperands:
-    """Return an op's operands with keys and gains stacked for 24 layers, in `dtype`."""
+    """Return the operands of an op in `dtype`, with keys and gains stacked for 24 layers."""
     stacked = lambda x: array(dtype, 24, *x.shape)
     keys = {name: stacked(getattr(site, name)) for name in ("store_keys", "gain", "read_keys")}
     return site._replace(**keys)
@@ -329,7 +329,7 @@ def _choices(kind: str) -> dict[tuple[str, int], dict[str, ImplementationChoice]
 
 
 def tables() -> str:
-    """Return two Markdown tables: the usual calls, and calls with another implementation."""
+    """Return two Markdown tables: one of usual calls, and one of calls that differ from them."""
     lines = ["| op | TPU | CUDA | CPU |", "|---|---|---|---|"]
     others = ["| op | call | device | uses | reason |", "|---|---|---|---|---|"]
     for number, row in enumerate(rows(), 1):
@@ -343,10 +343,10 @@ def tables() -> str:
 
 
 def _usual(row: ImplementationRow, platform: str) -> str:
-    """Return a table cell: the implementation of a row's usual calls on all devices of a platform.
+    """Return the table cell with the implementation of a row's usual calls on a platform.
 
     Raises:
-      ValueError: the usual calls use several implementations.
+      ValueError: the usual calls use different implementations on the devices of the platform.
     """
     kinds, usual = DEVICES[platform].values(), [call for call in row.calls if not call.words]
     names = {choice(row, call, platform, kind).name for call in usual for kind in kinds}
@@ -368,7 +368,7 @@ def _on_request(group: Implementations, platform: str) -> list[str]:
 
 
 def _others(row: ImplementationRow) -> Iterator[str]:
-    """Yield table cells for the unusual calls whose implementation differs from the usual one.
+    """Yield table cells for unusual calls that do not use the usual implementation.
 
     The cells belong to all columns except the first.
     """
@@ -388,7 +388,7 @@ def _others(row: ImplementationRow) -> Iterator[str]:
 
 
 def write(page: Path) -> None:
-    """Replace the tables that two HTML comments enclose in a Markdown page.
+    """Replace the tables between two HTML comments in a Markdown page.
 
     Raises:
       ValueError: the page does not have these comments.

@@ -1,4 +1,4 @@
-"""The kernels to tune for a program, with the sizes at which it calls them on a given target."""
+"""The kernels to tune for a program, and the sizes at which it calls them."""
 
 from collections.abc import Callable, Sequence
 
@@ -17,7 +17,7 @@ from rmt_tpu.estimator.spaces import Problem, problem_of
 
 
 def problems_of_ops(ops: Sequence[str], target: Target) -> list[Problem]:
-    """Return the kernels to tune that the test cases of some ops call, forward and backward."""
+    """Return the kernels that the test cases of some ops call, forward and backward."""
 
     def trace() -> None:
         for op in ops:
@@ -29,7 +29,7 @@ def problems_of_ops(ops: Sequence[str], target: Target) -> list[Problem]:
 
 
 def problems_of_preset(step: TrainStep, target: Target) -> list[Problem]:
-    """Return the kernels to tune that a preset calls in training, and for prompts and decoding.
+    """Return the kernels that a preset calls in training, for prompts and in decoding.
 
     The prompt is as long as the sequences of the train step.
 

@@ -1,11 +1,12 @@
 """A check that a train step fits in the memory of a topology, and an estimate of its time.
 
-The exact step that `train` runs is compiled for all devices of a topology, which need not be
-present. A program of the text generator (see `prompt`) can be compiled instead of the step. The
-contents of memory come from XLA's own buffer assignment, which exists even for a program that does
-not fit. The time is an estimate (see `step_cost`). The time of a collective is the number of bytes
-that a device sends divided by a bandwidth. Within a slice, this is the manufacturer's figure for
-all links of the device; between slices, it is the device's share of the data center's network.
+The exact step that `train` runs is compiled for all devices of a topology. The devices need not be
+present. A program of the text generator can be checked too (see `prompt`).
+
+The contents of memory come from XLA's buffer assignment, which exists even if a program does not
+fit. The time is an estimate (see `step_cost`). A collective takes as long as a device needs to send
+its bytes. The bandwidth within a slice is the manufacturer's figure for all links of the device.
+Between slices, it is the device's share of the data center's network.
 """
 
 import contextlib
@@ -38,7 +39,7 @@ from rmt_tpu.training.run import resolve_auto
 
 # The kinds of memory use: arguments, buffers that exist only during a step, and the program's code.
 KINDS = ("parameters", "optimizer", "cache", "batch", "activations", "temporaries", "program")
-# Maps each reported part of a step's time to the parts of `step_cost` that it consists of.
+# The parts of `step_cost` that each reported part of a step's time consists of.
 GROUPS = {
     "cores": ("attention", "feed_forward", "projections"),
     "residual": ("residual",),
@@ -50,8 +51,8 @@ GROUPS = {
 _AVAILABLE = re.compile(r"exceeds available HBM \(([\d.]+)([KMGT])\)")
 _UNITS = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 _NO_MEMORY = "Ran out of memory on HBM"
-# The components of an op_name (JAX's path of scopes) that `readable` shortens or drops: a scope
-# inside JAX's wrappers, like "transpose(jvp(attention))", and a name that JAX adds, like "while".
+# An op_name is JAX's path of scopes. `readable` shortens components with wrappers, like
+# "transpose(jvp(attention))", and drops names that JAX adds, like "while".
 _WRAPPED = re.compile(r"^(?:transpose\()?(?:jvp|vmap)\(([\w/]*)\)\)?$")
 _PLUMBING = re.compile(
     r"^(jit\(.*\)|while|body|cond|branch_\d+_fun|closed_call|checkpoint|rematted_computation"
@@ -78,7 +79,7 @@ class PeakBuffer:
 
 @dataclasses.dataclass(frozen=True)
 class CollectiveTraffic:
-    """All collectives in one step with the same kind and the same mesh axes.
+    """All collectives of one kind over the same mesh axes, in one step.
 
     Attributes:
       kind: XLA's name for the kind.
@@ -104,13 +105,13 @@ class StepTime:
     """The estimated time of one step; times are in seconds.
 
     Attributes:
-      parts: maps each of GROUPS to its time by the best-guess cost model, without collectives.
-      by_model: maps each of `estimator.MODELS` to the time of all parts together.
+      parts: the time of each of GROUPS by the best-guess cost model, without collectives.
+      by_model: the time of all parts together, by each of `estimator.MODELS`.
       collectives: the time of all collectives if none overlaps with other work.
       overlapped: the time of those collectives that can overlap with other work.
-      mfu: the model FLOPs utilization of a step that takes `total`: the model's FLOPs, counting
-        only the causal half of attention, as a fraction of the devices' peak.
-      unknown_loops: the number of loops with an unknown trip count; each counts as one iteration.
+      mfu: the model FLOPs utilization of a step that takes `total`. It is the model's FLOPs/s
+        divided by the peak of the devices. Only the causal half of attention is counted.
+      unknown_loops: the number of loops with an unknown trip count. They count as one iteration.
     """
 
     parts: dict[str, float]
@@ -154,7 +155,7 @@ class StepTime:
 
 @dataclasses.dataclass(frozen=True)
 class Preflight:
-    """The result of compiling a train step, or a program of the text generator, for a topology.
+    """The memory and time of a train step, or of a program of the text generator.
 
     Attributes:
       config: the run's config.
@@ -163,13 +164,13 @@ class Preflight:
       fits: whether the step fits in memory.
       limit: the bytes of a device's memory that are available to a program.
       memory: maps each of KINDS to the bytes that this kind occupies on one device.
-      gaps: the bytes within "temporaries" that are unused, because they lie between buffers.
+      gaps: the unused bytes between buffers, which are part of "temporaries".
       buffers: the buffers in memory at the peak, largest first.
       traffic: the collectives, in descending order of bytes.
       time: the estimated time, or None if the step does not fit or the target has no time model.
       compile_seconds: the time that compilation took in seconds, or None if the step does not fit.
       launches: for a GPU, the number of kernels and copies that a step launches; otherwise None.
-      prompt: the prompt to read or continue, if that replaces the train step; otherwise None.
+      prompt: the prompt to read or continue, or None for a train step.
     """
 
     config: RunConfig
@@ -204,7 +205,7 @@ class Preflight:
 
     @property
     def attention(self) -> tuple[AttentionForm, ...]:
-        """The implementations of attention; empty for decode steps, which use a separate op."""
+        """The implementations of attention. Decode steps use a separate op and have none here."""
         if self.prompt is None:
             length = self.config.data.seq_len
         elif self.prompt.rows is None:
@@ -259,14 +260,14 @@ def preflight(
     progress: Callable[[str], None] | None = None,
     prompt: Prompt | None = None,
 ) -> Preflight:
-    """Compile the train step of a run for all devices of a topology, and report memory and time.
+    """Compile a run's train step for a topology, and report its memory and time.
 
     Args:
       config: the run's config; "auto" values are resolved as they would be on an accelerator.
       target: the device and topology, from `parse_topology`.
       progress: a function that is called with a line of text when the step has been compiled.
-      prompt: if given, the program that reads a part of this prompt, or continues it, is compiled
-        instead of the train step.
+      prompt: a prompt to read or continue. If given, the program that does this is compiled instead
+        of the train step.
 
     Raises:
       UsageError: the run's mesh or a size does not fit the topology.
@@ -276,8 +277,8 @@ def preflight(
     if config.model.compute_dtype == "auto":
         config = overrides.apply(config, {"model.compute_dtype": "bfloat16"})
     if prompt is None:
-        # Only remat is resolved here. The residual's dtype depends on remat and stays "auto", so
-        # that the advice can try another remat with the dtype that suits it.
+        # Only remat is resolved here. The residual's dtype stays "auto", so that the advice can try
+        # another remat, which may need another dtype.
         config = overrides.apply(config, {"model.remat": resolve_auto(config).model.remat})
     arguments, lower = {"config": overrides.to_json(config)}, f"{__name__}:lower_run"
     if prompt is not None:
@@ -296,7 +297,7 @@ def preflight(
 def lower_run(
     devices: Sequence[jax.Device], config: dict[str, Any]
 ) -> tuple[jax.stages.Lowered, dict[str, Any]]:
-    """Lower (for compilation) the train step for all devices of a topology.
+    """Lower the train step for all devices of a topology, so that it can be compiled.
 
     Args:
       devices: the devices, which need not be present.
@@ -380,7 +381,7 @@ def _memory(assignment: Assignment) -> tuple[dict[str, int], int, tuple[PeakBuff
 
 
 def _argument(path: str) -> str:
-    """Return the kind of memory use, one of KINDS, of the program argument at a path."""
+    """Return which of KINDS the program argument at a path belongs to."""
     names = re.findall(r"\w+", path)
     kinds = {"params": "parameters", "cache": "cache"}
     kinds |= dict.fromkeys(("optimizer", "copies"), "optimizer")
@@ -388,7 +389,7 @@ def _argument(path: str) -> str:
 
 
 def readable(op_name: str) -> str:
-    """Return an op_name or argument path in readable form, without the wrappers of JAX and XLA."""
+    """Return an op_name or the path of an argument without the wrappers of JAX and XLA."""
     if _is_path(op_name):
         # The text in double quotes is a key of a dict, and may itself be a path.
         path = re.sub(r'\["(.*)"\]', r"\1", op_name)

@@ -1,4 +1,4 @@
-"""Advice on flags to change if a train step, or reading a prompt, does not fit in memory."""
+"""Advice on which flags to change if a program does not fit in memory."""
 
 import contextlib
 import dataclasses
@@ -17,8 +17,7 @@ class Advice:
     Attributes:
       flags: the flags to set; they replace earlier values of the same flags.
       why: the effect of the change.
-      bytes: the memory that a device would then need, in bytes, by a proportional estimate; None if
-        unknown.
+      bytes: an estimate of the memory that a device would then need, in bytes, or None.
     """
 
     flags: str
@@ -26,15 +25,14 @@ class Advice:
     bytes: int | None
 
 
-# The fraction of a device's memory to aim for. It leaves a margin, because proportional estimates
-# differ from the compiler's sizes.
+# The fraction of a device's memory to aim for. The rest is a margin for errors of estimates.
 _ROOM = 0.95
 
 
 def advice(report: Preflight) -> list[Advice]:
-    """Return valid changes that help a step to fit in memory, in the order in which to try them.
+    """Return changes of flags that help a step to fit in memory, best first.
 
-    A change is left out if it would neither make the step fit nor save at least 5% of its memory.
+    Each change makes the step fit, or saves at least 5% of its memory.
     """
     if report.prompt is not None:
         return _smaller_part(report)
@@ -49,7 +47,7 @@ def advice(report: Preflight) -> list[Advice]:
 
 
 def _smaller_part(report: Preflight) -> list[Advice]:
-    """Return advice to read fewer tokens of a prompt at a time, which shrinks temporaries."""
+    """Return advice to read fewer tokens of a prompt at a time."""
     if report.prompt.rows is not None:
         return []
     part, work = report.prompt.part, report.memory["temporaries"]
@@ -60,7 +58,7 @@ def _smaller_part(report: Preflight) -> list[Advice]:
 
 
 def _enough(report: Preflight, sized: list[tuple[int, int]]) -> tuple[int, int] | None:
-    """Return the first (value, bytes) pair that fits in memory with a margin, or else the last."""
+    """Return the first (value, bytes) pair that fits in memory, or else the last."""
     fitting = (s for s in sized if s[1] <= _ROOM * report.limit)
     return next(fitting, sized[-1] if sized else None)
 
@@ -87,7 +85,7 @@ def _remat(report: Preflight) -> list[Advice]:
 
 
 def _rows(report: Preflight) -> int:
-    """Return the number of a batch's sequences that one device processes."""
+    """Return how many sequences of a batch one device processes."""
     return report.config.train.batch_size // _batch_shards(report.mesh)
 
 
@@ -96,7 +94,7 @@ def _batch_shards(mesh: dict[str, int]) -> int:
 
 
 def _with_rows(report: Preflight, part: float, extra: int = 0) -> int:
-    """Return the estimated bytes if a device processes the fraction `part` of its tokens at a time.
+    """Estimate the bytes needed if a device processes the fraction `part` of its tokens at a time.
 
     Gradients need the same memory for any number of tokens. `extra` bytes are added.
     """
@@ -106,7 +104,7 @@ def _with_rows(report: Preflight, part: float, extra: int = 0) -> int:
 
 
 def _parts(report: Preflight) -> list[Advice]:
-    """Return advice on gradient accumulation: the fewest parts of a batch that fit in memory.
+    """Return advice to accumulate gradients over the fewest parts that fit in memory.
 
     Memory is estimated in proportion to the tokens of a part. If no number of parts fits, the
     maximum is advised.
@@ -125,10 +123,10 @@ def _parts(report: Preflight) -> list[Advice]:
 
 
 def _microbatches(report: Preflight) -> list[Advice]:
-    """Return advice on a pipeline's microbatches: the fewest that fit in memory.
+    """Return advice to use the fewest microbatches of a pipeline that fit in memory.
 
     Memory is estimated in proportion to a microbatch's tokens. Smaller microbatches save memory,
-    because a pipeline keeps only a bounded number of them in memory at a time.
+    because the number that a pipeline keeps in memory is bounded.
     """
     stages, train = report.mesh["stage"], report.config.train
     now, rows = train.microbatches or stages, _rows(report) // train.accumulate
@@ -168,7 +166,7 @@ def _mesh_flag(mesh: dict[str, int]) -> str:
 
 
 def _more_shards(report: Preflight) -> list[Advice]:
-    """Return advice to enlarge the `fsdp` mesh axis at the expense of the `data` axis.
+    """Return advice to enlarge the `fsdp` mesh axis and reduce the `data` axis.
 
     If a device already has only one row of the batch, enlarging the `sequence` axis is advised too.
     """
@@ -196,7 +194,7 @@ def _more_shards(report: Preflight) -> list[Advice]:
 
 
 def _more_chips(report: Preflight) -> list[Advice]:
-    """Return advice to use twice as many chips, along `fsdp`; all sides of a 3D pod stay even."""
+    """Return advice to use twice as many chips, along the `fsdp` axis."""
     target, train = report.target, report.config.train
     name, sides = target.topology.partition(":")[0], list(target.shape)
     if len(sides) > 1 and math.prod(sides) == 1:

@@ -44,7 +44,7 @@ _THINNEST = 0.003
 
 
 def draw_memory(report: Preflight, path: str | Path, name: str) -> None:
-    """Draw the use of a device's memory as one bar stacked by kind, with the memory limit."""
+    """Draw the memory use of a device as one stacked bar, with the memory limit."""
     from matplotlib.figure import Figure
 
     unit, name_of_unit = _unit(report)
@@ -69,7 +69,7 @@ def draw_memory(report: Preflight, path: str | Path, name: str) -> None:
 
 
 def _unit(report: Preflight) -> tuple[int, str]:
-    """Return the number of bytes in the unit for sizes, and the unit's name.
+    """Return the unit in which sizes are shown: its number of bytes and its name.
 
     The unit is MiB if every kind of memory takes less than 0.1 GiB, and GiB otherwise.
     """
@@ -80,7 +80,8 @@ def _unit(report: Preflight) -> tuple[int, str]:
 def _scale(report: Preflight) -> int:
     """Return the number of bytes that a bar of full length represents.
 
-    The number is the size of a device's memory, or, if sizes are shown in MiB, the bytes in use.
+    It is the size of a device's memory. If sizes are shown in MiB, it is the number of bytes in
+    use.
     """
     small = _unit(report)[1] == "MiB"
     return max(report.used, 1) if small else max(report.used, report.limit)
@@ -258,7 +259,7 @@ def _advice(report: Preflight) -> str:
 
 
 def _table(heads: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
-    """Return a table as text, with columns as narrow as possible and right-aligned numbers."""
+    """Return a table as text, with right-aligned numbers."""
     columns = list(zip(heads, *rows, strict=True))
     lines = []
     for row in (heads, *rows):

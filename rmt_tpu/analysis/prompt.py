@@ -1,7 +1,7 @@
-"""Compilation of the text generator's programs for devices that need not be present.
+"""Functions that compile the text generator's programs for devices that need not be present.
 
-The programs of `generation.Engine` are of two kinds: one reads a part of a prompt, and the other
-generates tokens for all rows of a batch.
+`generation.Engine` has two kinds of programs. One reads a part of a prompt, and the other generates
+tokens for all rows of a batch.
 """
 
 import dataclasses
@@ -69,7 +69,7 @@ class Prompt:
 def lower_prompt(
     devices: Sequence[jax.Device], config: dict[str, Any], tokens: int, part: int, rows: int | None
 ) -> tuple[jax.stages.Lowered, dict[str, Any]]:
-    """Lower (for compilation) the program that reads a part of a prompt or generates tokens.
+    """Lower the program that reads a part of a prompt or generates tokens.
 
     Args:
       devices: the devices, which need not be present.
@@ -119,7 +119,7 @@ def lower_prompt(
 def _lowered_steps(
     model: programs.ModelSpec, params: nnx.State, mesh: Mesh, rows: int, capacity: int
 ) -> jax.stages.Lowered:
-    """Lower (for compilation) a dispatch that generates STEPS tokens per row."""
+    """Lower a dispatch that generates STEPS tokens per row."""
     rows_per_device = rows // model.devices("batch")
     make = lambda params: programs.empty_rows(model, params, rows_per_device, capacity)
     on_mesh = lambda x, spec=None: _at(x, mesh, spec or _REPLICATED)
@@ -137,7 +137,7 @@ def _lowered_steps(
 
 
 def sizes_of(mesh: Mesh) -> dict[str, Any]:
-    """Return the axis sizes of a mesh, and the ids of its devices if there are several slices."""
+    """Return the axis sizes of a mesh, and its device ids if there are several slices."""
     devices = mesh.devices.flatten().tolist()
     several = len({getattr(device, "slice_index", 0) for device in devices}) > 1
     return {"mesh": dict(mesh.shape), "ids": [d.id for d in devices] if several else None}

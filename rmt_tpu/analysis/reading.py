@@ -1,4 +1,4 @@
-"""A measurement of how fast a token store can be read, and how long train steps wait for it."""
+"""A measurement of how fast a token store is read, and how long train steps wait for it."""
 
 import time
 from typing import NamedTuple
@@ -8,7 +8,7 @@ from rmt_tpu.storage import Folder
 
 
 class ReadingReport(NamedTuple):
-    """The speed of reading random windows of tokens, and the time that a consumer waits for them.
+    """How fast random windows of tokens are read, and how long a consumer waits for them.
 
     Attributes:
       tokens_per_second: the speed of two threads that read as fast as they can.
@@ -34,14 +34,15 @@ def reading_report(
     seconds: int | float = 10.0,
     depth: int = 3,
 ) -> ReadingReport:
-    """Measure how fast random windows of tokens are read, first without and then with a consumer.
+    """Measure how fast random windows of tokens are read.
 
-    The windows are read as in a training run, and a simulated train step consumes them.
+    The windows are read as in a training run. They are first read as fast as possible, and then by
+    a consumer that simulates train steps.
 
     Args:
       source: the location of the token store.
       batch_size, seq_len: the number of windows per batch, and the number of tokens per window.
-      step_tokens_per_second: the number of tokens that the consumer processes per second; it sleeps
+      step_tokens_per_second: the number of tokens per second that the consumer takes. It sleeps
         instead of computing.
       seconds: the duration of each of the two measurements, in seconds.
       depth: the number of batches to read ahead.

@@ -1,10 +1,9 @@
-"""An estimate of what each part of a train step costs on a TPU, made without a TPU.
+"""An estimate of what each part of a train step costs on a TPU that need not be present.
 
-The exact step that `train` runs is compiled for one chip. The time of an instruction is the longer
-of two times: that of its schedule, and that of moving its HBM bytes at full bandwidth. It is
-multiplied by the trip counts of the enclosing loops. Copies between HBM and VMEM that overlap other
-work count in the bytes, but not in the cycles. Collectives take no cycles here; `preflight`
-estimates their time on the network.
+The exact step that `train` runs is compiled for one chip. An instruction takes the longer of two
+times: that of its schedule, and that of moving its HBM bytes at full bandwidth. The time counts
+once per iteration of the enclosing loops. If copies between HBM and VMEM overlap other work, only
+their bytes count. Collectives take no time here; see `preflight`.
 
 `estimator.calibration` compares such estimates with measured times that others published. The other
 cost models of `estimator.cost.MODELS` give lower and higher estimates.
@@ -51,8 +50,8 @@ PARTS = (
     "other",
 )
 
-# Maps names of scopes and kernels to the part of the step that they belong to. An instruction's
-# op_name (JAX's path of scopes) may contain several of these names; the innermost one decides.
+# The part of the step that each scope or kernel belongs to. The op_name of an instruction is JAX's
+# path of scopes. If it contains several of these names, the innermost one decides.
 _PART_OF_WORD = {part: part for part in PARTS} | {
     "projection": "projections",
     "key_vector_store": "residual",
@@ -112,13 +111,13 @@ class StepCost:
     Attributes:
       preset, target: the names of the model and of the chip.
       rows: all instructions, most expensive first.
-      temporary_bytes: the HBM needed in addition to parameters, optimizer and batch, in bytes.
-      argument_bytes: the HBM that parameters, optimizer and batch occupy, in bytes.
+      temporary_bytes: the HBM in bytes needed in addition to `argument_bytes`.
+      argument_bytes: the HBM in bytes for parameters, optimizer and batch.
       clock: the chip's clock rate in Hz.
       bandwidth: the chip's HBM bandwidth in bytes/s.
       tokens: the number of tokens per step.
-      unknown_loops: the number of loops with an unknown trip count; each counts as one iteration.
-      unscheduled: the names of kernels without a schedule, for which only the bytes count.
+      unknown_loops: the number of loops with an unknown trip count. They count as one iteration.
+      unscheduled: the names of kernels without a schedule. Only their bytes count.
       compile_seconds: the time that compilation took on this machine, in seconds.
     """
 
@@ -182,7 +181,7 @@ class StepCost:
 
     @property
     def hbm_bytes(self) -> int:
-        """The bytes that all instructions, including asynchronous copies, move from and to HBM."""
+        """The bytes that all instructions move from and to HBM, with asynchronous copies."""
         return sum(row.bytes.hbm for row in self.rows)
 
     @property
@@ -192,7 +191,7 @@ class StepCost:
 
     @property
     def moves(self) -> tuple[int, float, int]:
-        """The calls, cycles and bytes of instructions in loops that only move data, like copies."""
+        """The calls, cycles and bytes of those instructions in loops that only move data."""
         rows = [r for r in self.rows if r.moves and r.in_loop and r.cycles]
         calls = sum(row.calls for row in rows)
         cycles = float(sum(row.cycles for row in rows))
@@ -201,7 +200,7 @@ class StepCost:
 
 @dataclasses.dataclass(frozen=True)
 class TrainStep:
-    """A train step: a preset, batch sizes, and config values that replace the preset's."""
+    """A train step, as a preset, batch sizes, and changed config values."""
 
     preset: str
     batch_size: int = 16
@@ -228,7 +227,7 @@ def step_costs(
 ) -> list[StepCost]:
     """Compile steps for a chip, and return the estimated cost of each.
 
-    `progress` is called with a line of text when a step has been compiled.
+    After each step is compiled, `progress` is called with a line of text.
 
     Raises:
       UsageError: a preset or a change is not legal.
@@ -249,7 +248,7 @@ def step_costs(
 
 
 def lower_step(device: jax.Device, **step: Any) -> jax.stages.Lowered:
-    """Lower (for compilation) the train step for a device that need not be present.
+    """Lower the train step for a device that need not be present.
 
     Args:
       device: a device of a topology description.
@@ -284,7 +283,7 @@ def trace_config(config: RunConfig, devices: Sequence[jax.Device]) -> jax.stages
 
 
 def assignment_of(program: Program) -> Assignment:
-    """Return the buffer assignment, by which the compiler decides whether a program fits in memory.
+    """Return the compiler's buffer assignment, which shows whether a program fits in memory.
 
     JAX's `memory_analysis` is not used, because it overstates the temporary memory on a TPU by a
     factor of 1.5 or more.
@@ -330,9 +329,9 @@ def step_cost(preset: str, tokens: int, program: Program) -> StepCost:
 
 
 def part_of(op_name: str) -> str:
-    """Return the part of the step that an instruction belongs to, by the innermost known scope.
+    """Return the part of the step that the innermost known scope of an op_name belongs to.
 
-    The scope is a component of the op_name, and may be inside JAX's wrappers, as in
+    Scopes are the components of an op_name. They may have JAX's wrappers around them, as in
     `transpose(jvp(attention))`.
     """
     words = [_PART_OF_WORD[w] for w in _WORD.findall(op_name) if w in _PART_OF_WORD]

@@ -14,7 +14,7 @@ Figure = Callable[[StepCost], float]
 
 @dataclasses.dataclass(frozen=True)
 class _Column:
-    """A column of the cost table: the cycles of one step, or the ratio of two models' cycles.
+    """A column of the cost table, with the cycles of one step or a ratio of cycles.
 
     The column is a ratio if `over`, the cost to divide by, is not None.
     """
@@ -31,10 +31,10 @@ class _Column:
 
 
 def step_table(costs: Sequence[StepCost]) -> str:
-    """Return a Markdown table of million cycles per part of a train step, for each model and chip.
+    """Return a Markdown table of the cycles of each part of a train step, in millions.
 
-    A further column per chip has the ratio of the first two models. The rows for the whole step
-    show every cost model; all other rows show the best guess.
+    There is a column for each model and chip, and a column per chip with the ratio of the first two
+    models. The rows for the whole step show every cost model. All other rows show the best guess.
     """
     columns = []
     for target in dict.fromkeys(cost.target for cost in costs):
@@ -122,9 +122,9 @@ def largest_table(cost: StepCost, count: int = 25) -> str:
 
 
 def draw_steps(costs: Sequence[StepCost], path: str | Path, note: str) -> None:
-    """Draw the milliseconds of a step as one bar per model and chip, stacked by part.
+    """Draw the time of a step in milliseconds as one bar per model and chip.
 
-    An error bar spans the times of the whole step by all cost models.
+    Bars are stacked by part. An error bar shows the range over all cost models.
     """
     from matplotlib.figure import Figure
 
@@ -146,6 +146,6 @@ def draw_steps(costs: Sequence[StepCost], path: str | Path, note: str) -> None:
     axes.grid(axis="y", alpha=0.3)
     handles, labels = axes.get_legend_handles_labels()
     figure.legend(handles[::-1], labels[::-1], loc="outside right upper", fontsize=8)
-    # About 18 letters of this size fit in an inch, so 15 letters per inch leave a margin.
+    # About 18 letters of this size fit in an inch. A width of 15 leaves a margin.
     figure.supxlabel(textwrap.fill(note, round(15 * width)), fontsize=7)
     figure.savefig(path, dpi=150)

@@ -1,4 +1,4 @@
-"""Measurement of whole train steps on this machine's device, on random tokens."""
+"""Measurements of whole train steps on this machine's device, with random tokens."""
 
 import contextlib
 import statistics
@@ -33,13 +33,12 @@ class StepTime(NamedTuple):
       preset: the preset, with the changed config values.
       tokens: the number of tokens in a step.
       seconds: the median time of a step over rounds of consecutive steps.
-      rounds: the mean time of a step in each round, in seconds.
+      rounds: for each round, the mean time of a step in seconds.
       compile_seconds: the time to trace and compile the step.
       temporary_bytes: the memory that the step needs in addition to its arguments.
-      busy_seconds: the time in a step during which the device computes; 0 if the profile does not
-        record it.
-      instructions: for each kernel or fusion of the compiled step, its name, how many times a step
-        runs it, and its seconds in a step, largest first.
+      busy_seconds: how long the device computes during a step; 0 if the profile does not show it.
+      instructions: the kernels and fusions of the compiled step, most expensive first. Each has a
+        name, the number of times that a step runs it, and its seconds in a step.
       losses: the loss of the first step and of the last one.
     """
 
@@ -115,7 +114,10 @@ def time_step(step: TrainStep, log: Callable[[str], None] = lambda line: None) -
 
 
 def table(times: Sequence[StepTime]) -> str:
-    """Return a Markdown table with one row per step, and its time relative to the last step's."""
+    """Return a Markdown table with one row per step.
+
+    A column has the times relative to that of the last step.
+    """
     lines = [
         "| train step | ms | times the last row | tokens/s | launches | temporary memory, MiB | "
         "compiled in, s |",
@@ -132,7 +134,7 @@ def table(times: Sequence[StepTime]) -> str:
 
 
 def largest_table(step: StepTime) -> str:
-    """Return a Markdown table of the kernels and fusions that take the most time in a step."""
+    """Return a Markdown table of the most expensive kernels and fusions in a step."""
     lines = ["| kernel or fusion | runs | us each | ms | share |", "|---|---|---|---|---|"]
     for name, count, seconds in step.instructions[:_LARGEST]:
         lines.append(
@@ -144,7 +146,7 @@ def largest_table(step: StepTime) -> str:
 
 @contextlib.contextmanager
 def _checked(config: RunConfig, run: PreparedRun, log: Callable[[str], None]) -> Iterator[Any]:
-    """Use, in the `with` body, the kernels that a run with this config uses on this device."""
+    """Use the kernels of a run with this config in the `with` body."""
     with (
         tempfile.TemporaryDirectory() as folder,
         kernel_checks.check_kernels(config, run, open_folder(folder), log, restart=False) as plain,

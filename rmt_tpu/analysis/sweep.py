@@ -1,4 +1,4 @@
-"""Hyperparameter searches: points to try, the rungs of successive halving, and results.
+"""Hyperparameter searches over a grid, at random, or by successive halving.
 
 A point is a choice of a value for each searched config path.
 """
@@ -29,7 +29,7 @@ Point = dict[str, Any]
 # Pictures cut off losses that are more than this number of nats above the lowest loss.
 _HEIGHT = 1.5
 
-# A random search stops looking for distinct points after this number of draws per requested point.
+# A random search for n distinct points gives up after n times this number of draws.
 _DRAWS = 100
 
 
@@ -56,7 +56,7 @@ class NumberRange:
     Attributes:
       path: the dotted path in the config.
       low, high: the ends of the range.
-      log: whether numbers are spaced evenly on a logarithmic scale, rather than a linear one.
+      log: whether the scale is logarithmic rather than linear.
       count: the number of values in a grid, or None if it is not given.
     """
 
@@ -67,7 +67,7 @@ class NumberRange:
     count: int | None
 
     def grid(self) -> list[float]:
-        """Return `count` evenly spaced numbers (on a log scale with `log`), including both ends.
+        """Return `count` numbers, evenly spaced on the scale of the range, including both ends.
 
         Raises:
           UsageError: `count` is not given.
@@ -152,11 +152,11 @@ def random_points(spaces: Sequence[Space], count: int, seed: int) -> list[Point]
 
 
 def rungs(count: int, steps: int, factor: int) -> list[tuple[int, int]]:
-    """Return the rungs of successive halving, each as (number of points, number of steps).
+    """Return the number of points and of steps in each rung of successive halving.
 
-    The first rung has `count` points. One in `factor` points advances to the next rung, which has
-    `factor` times as many steps. The last rung has one point and trains for all `steps` (Jamieson
-    and Talwalkar 2016).
+    The first rung trains `count` points. One in `factor` points advances to the next rung, which
+    trains for `factor` times as many steps. The last rung trains one point for all `steps`. See
+    Jamieson and Talwalkar (2016).
     """
     counts = [count]
     while counts[-1] > 1:
@@ -182,14 +182,14 @@ def _text(value: Any) -> str:
 
 @dataclass(frozen=True)
 class SweepRow:
-    """The result of training a model variant with one point (values of config paths).
+    """The result of training a variant of a model with the config values of one point.
 
     Attributes:
       variant: the name of the variant, such as a preset.
       point: the config values of the point.
       steps: the number of training steps.
-      seeds, losses: the seeds, and the held-out loss for each; a loss is None if the
-        held-out loss or the training loss was not finite.
+      seeds, losses: the seeds, and the held-out loss of each seed. It is None if this loss or the
+        training loss was not finite.
     """
 
     variant: str
@@ -207,7 +207,7 @@ class SweepRow:
 
 
 def best(rows: Iterable[SweepRow], count: int = 1) -> list[SweepRow]:
-    """Return the `count` results with the lowest loss, best first; ties keep their order."""
+    """Return the `count` results with the lowest loss, best first."""
     return sorted(rows, key=lambda row: row.loss)[:count]
 
 
@@ -238,7 +238,7 @@ def is_started(config: RunConfig, folder: Folder) -> bool:
 
 
 def is_settled(config: RunConfig, folder: Folder) -> bool:
-    """Return whether the folder contains this run, and the run is complete or has diverged."""
+    """Return whether the folder has this run, and the run is complete or has diverged."""
     if not is_started(config, folder):
         return False
     complete = folder.read(COMPLETE)
@@ -248,7 +248,7 @@ def is_settled(config: RunConfig, folder: Folder) -> bool:
 
 
 def held_out_loss(folder: Folder) -> float | None:
-    """Return the held-out loss of a settled run at its last step, or None if the run diverged."""
+    """Return the last held-out loss of a settled run, or None if the run diverged."""
     if folder.read(DIVERGED) is not None:
         return None
     steps, losses = series(read_metrics(folder), "eval/loss")
@@ -259,7 +259,7 @@ def held_out_loss(folder: Folder) -> float | None:
 
 
 def write_sweep(rows: Sequence[SweepRow], spaces: Sequence[Space], folder: Location) -> str:
-    """Write sweep.png, .md and .json to a folder, and return the Markdown tables."""
+    """Write sweep.png, sweep.md and sweep.json to a folder, and return the Markdown tables."""
     folder = open_folder(folder)
     text = f"{table(rows)}\n{transfer(rows)}"
     folder.write("sweep.md", text.encode())
@@ -293,9 +293,9 @@ def _losses(row: SweepRow) -> str:
 
 
 def transfer(rows: Sequence[SweepRow]) -> str:
-    """Return a Markdown table of each variant's best point.
+    """Return a Markdown table with the best point of each variant.
 
-    It also has each variant's loss at the best point of the first variant.
+    The table also shows the loss of each variant at the first variant's best point.
     """
     by_variant = _last_rungs(rows)
     (first, *_), *_ = (best(variant_rows) for variant_rows in by_variant.values())
@@ -314,7 +314,7 @@ def transfer(rows: Sequence[SweepRow]) -> str:
 
 
 def _last_rungs(rows: Sequence[SweepRow]) -> dict[str, list[SweepRow]]:
-    """Return the results with the largest number of training steps, by variant."""
+    """Return, by variant, the results with the largest number of training steps."""
     most = max(row.steps for row in rows)
     found: dict[str, list[SweepRow]] = {}
     for row in rows:
@@ -329,8 +329,9 @@ def _draw(rows: Sequence[SweepRow], spaces: Sequence[Space], folder: Folder) -> 
 
     figure = Figure(figsize=(1.5 + 5 * len(spaces), 4.5), layout="constrained")
     panels = figure.subplots(1, len(spaces), squeeze=False, sharey=True)[0]
-    # A line joins the points only if a single path is searched and its values are quantities. With
-    # several paths, neighboring points also differ in other values; seeds are not quantities.
+    # A line joins the points only if a single path is searched. With several paths, neighboring
+    # points also differ in other values. A path such as a seed, which is not a quantity, has no
+    # line.
     joined = len(spaces) == 1 and spaces[0].path != "train.seed"
     lines = list(dict.fromkeys((row.variant, row.steps) for row in rows))
     several = len({steps for _, steps in lines}) > 1

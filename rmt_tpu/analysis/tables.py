@@ -6,7 +6,7 @@ import itertools
 def fitted(text: str, width: int) -> str:
     """Return Markdown text with aligned tables, for a terminal of `width` characters.
 
-    The last columns of a table that is too wide are dropped, and a line states how many.
+    A table that is too wide loses its last columns, and a line states how many.
     """
     lines = []
     for is_table, block in itertools.groupby(text.splitlines(), lambda line: line.startswith("|")):
