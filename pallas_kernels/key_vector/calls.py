@@ -1,9 +1,9 @@
 """Calls of key-vector ops: argument checks, dispatch to an implementation, and communication.
 
-If keys are sharded over a mesh axis (the key axis), devices exchange data and cotangents. In this
-module, `data` contains the batch rows of all devices along that axis, and the retrieved vectors
-contain this device's batch rows. Without a key axis, all batch rows belong to this device, and
-`read`, the value that `forward` returns for `backward`, is None.
+The keys may be sharded over a mesh axis, the key axis. The devices along it then exchange data and
+cotangents. In this module, `data` has the batch rows of all these devices, and the retrieved
+vectors have this device's rows. Without a key axis, nothing is exchanged, and `read`, the value
+that `forward` returns for `backward`, is None.
 """
 
 from typing import NamedTuple
@@ -117,7 +117,7 @@ def of_all_rows(site: SiteOperands, key_axis: str | None) -> SiteOperands:
 
 
 def read_options(call: KeyVectorCall) -> dict:
-    """Return the options that an implementation's `forward` needs if the call reads."""
+    """Return the keyword arguments that an implementation's `forward` needs for a read."""
     return {
         "norm": call.norm,
         "epsilon": call.epsilon,
@@ -127,7 +127,7 @@ def read_options(call: KeyVectorCall) -> dict:
 
 
 def forward(call: KeyVectorCall, in_place: bool, site: SiteOperands):
-    """Compute a whole site, that is, write to the residual, normalise it and read from it.
+    """Compute a whole site: write to the residual, normalise it and read from it.
 
     Returns:
       The stored residual, the retrieved vectors, the statistics, and `read`, a value that
@@ -160,10 +160,10 @@ def _of_all_slices(call, site, out):
 
 
 def backward(call: KeyVectorCall, operands: SiteBackward, read, *, rebuild=False) -> Gradients:
-    """Return the cotangents of a whole site, that is, of a store followed by a read.
+    """Return the cotangents of a whole site, which is a store followed by a read.
 
-    With a key axis, the means that the gradient of the norm needs are first computed over all
-    devices' slices of K.
+    The gradient of the norm needs two means over all of K. With a key axis, the devices compute
+    these means first.
     """
     of_all = to_all_slices(call, operands.site.residual, read, operands.d_retrieved)
     operands = operands._replace(d_retrieved=of_all[0], means=of_all[1])
@@ -173,9 +173,10 @@ def backward(call: KeyVectorCall, operands: SiteBackward, read, *, rebuild=False
 
 
 def to_all_slices(call: KeyVectorCall, residual, read, d_retrieved):
-    """Return the cotangents of all devices' retrieved vectors, and the `Means` over all of K.
+    """Gather all devices' cotangents of the retrieved vectors, and compute the `Means`.
 
-    Without a key axis, the cotangents are returned unchanged and the means are None.
+    The means are over all of K. Without a key axis, the cotangents are returned unchanged and the
+    means are None.
     """
     if read is None:
         return d_retrieved, None

@@ -22,19 +22,19 @@ vectors. If the store keys are None, the site is a read alone; if the read keys 
 store alone. The operands and results of the part that is missing are None. The backward pass of a
 store alone needs no residual.
 
-Statistics: a read without a store can be passed the statistics of an earlier read of the same
-residual, and then does not compute them again. The same is true for a `Reread`, which reads a
-residual that a backward pass has rebuilt. If a backward pass is passed the `retrieved` vectors of
-its site, it can compute its means from them.
+Statistics: a read without a store accepts the statistics of an earlier read of the same residual,
+and then does not compute them again. So does a `Reread`, which reads the residual that a backward
+pass has rebuilt. A backward pass may get the `retrieved` vectors of its site, and can then compute
+its means from them.
 
 Memory: with `in_place`, a kernel may write the new residual over the old one. Plain JAX ignores
-`in_place`, because XLA makes this decision itself. If a store alone is passed `empty` and that
-scalar is true, the old residual is treated as zeros, whatever it contains.
+`in_place`, because XLA makes this decision itself. A store alone accepts a scalar `empty`. If it is
+true, the old residual is treated as zeros, whatever it contains.
 
-Sharded keys: if keys, gain and residual are one device's slices along K, the read is computed with
-`scale=False`: the retrieved vectors then lack the factor rstd, and the caller sums them over the
-devices. In that case `backward` is passed the statistics and the `Means` over all of K; otherwise
-it computes the means itself.
+Sharded keys: the keys, gain and residual may be one device's slices along K. The read is then
+computed with `scale=False`, which omits the factor rstd, and the caller combines the results of all
+devices. `backward` then gets the statistics and the `Means` over all of K. Otherwise it computes
+the means itself.
 """
 
 from typing import NamedTuple
@@ -44,13 +44,12 @@ from jaxtyping import Array, Float, Shaped
 
 from pallas_kernels.arguments import StackSlice
 
-# The default number of fraction bits of an int16 residual. Its integers are X * 2^fraction_bits,
-# rounded. With 9 bits the step is 1/512 and the range is from -64 to 64. Writes are then sums of
-# integers, which can be undone without error.
+# The default number of fraction bits of an int16 residual. The residual X is stored as the integers
+# X * 2^fraction_bits, rounded. With 9 bits, the fixed-point step is 1/512, and the range is from
+# -64 to 64. A write adds integers, so it can be undone without error.
 FRACTION_BITS = 9
-# Minimum standard deviation of the entries of a token's int16 residual, in units of the fixed-point
-# step. Below this minimum, rounding errors would dominate the retrieved vectors, so these are NaN
-# instead.
+# The smallest legal standard deviation of a token's int16 residual, in fixed-point steps. If it is
+# smaller, rounding errors would dominate the retrieved vectors, so they are set to NaN.
 LEAST_STEPS = 2.0
 
 
@@ -80,11 +79,10 @@ class SiteOperands(NamedTuple):
 class Statistics(NamedTuple):
     """The mean and the reciprocal standard deviation of each token's stored residual.
 
-    A backward pass needs only the statistics and the forward pass's operands. `mean` is 0 for
-    rmsnorm. `rstd` is `1 / sqrt(variance + epsilon)`, in units of X also for an int16 residual. It
-    is NaN for a token whose int16 residual has overflowed, or (with `scale`) whose standard
-    deviation is less than LEAST_STEPS steps. Mean and rstd are stored in one array because kernels
-    write and read them together.
+    `mean` is 0 for rmsnorm. `rstd` is `1 / sqrt(variance + epsilon)`. For an int16 residual, the
+    fixed-point scale is removed from both. `rstd` is NaN for a token whose int16 residual has
+    overflowed. With `scale`, it is also NaN if the standard deviation is less than LEAST_STEPS
+    steps. Kernels write and read the two together, so they are stored in one array.
     """
 
     both: Float[Array, "B 2 N"] | StackSlice
@@ -179,7 +177,7 @@ class Gradients(NamedTuple):
       rebuilt: the residual before the store, if requested. It is exact for an int16 residual, and
         has rounding errors for a floating-point one.
       retrieved: the vectors that `again` reads from `rebuilt`, in the data's dtype. If the keys are
-        sharded, they are this device's terms of a sum over devices.
+        sharded, the caller must add up these vectors over the devices.
     """
 
     residual: Float[Array, "B N K V"]

@@ -51,7 +51,7 @@ from pallas_kernels.platform import UnsupportedImplementation
 
 _MOST = 64  # The maximum number of key vectors per store or read.
 _COLUMNS = (32, 64)
-# The number of bytes of a multiprocessor's shared memory that two programs can use for buffers.
+# The bytes of shared memory on a multiprocessor that its two programs can use for buffers.
 _SHARED = 228 * 1024 - 2 * 1280
 
 
@@ -102,7 +102,7 @@ def _is_legal(count: int) -> bool:
 
 
 def _is_plain(op: str, site: SiteOperands) -> bool:
-    """Return whether to use plain JAX: only for the backward pass of a store or a read alone."""
+    """Return whether this is the backward pass of a store or a read alone, which is plain JAX."""
     return op == "backward" and not (site.stores and site.reads)
 
 
@@ -127,7 +127,7 @@ def default_blocks(sizes: Sizes, kernel: str) -> Blocks:
     return Blocks(min(132 * 2, sizes.T), 3 if fits else 2)
 
 
-# The ops: operands and kernel calls -----------------------------------------------------------
+# Calling the kernels ---------------------------------------------------------------------------
 
 
 def forward(
@@ -261,8 +261,8 @@ def backward(
 def _reread(rebuilt, again: Reread, *, norm, fraction_bits, interpret):
     """Read from the rebuilt residual with the statistics in `again`.
 
-    The kernel computes a mean itself and subtracts it, so its result is corrected here by the
-    difference between that mean and the mean in `again`.
+    The kernel subtracts a mean that it computes itself. This function corrects the result for the
+    difference between this mean and the one in `again`.
     """
     site = SiteOperands(rebuilt, gain=again.gain, read_keys=again.read_keys)
     options = {"norm": norm, "dtype": jnp.bfloat16, "fraction_bits": fraction_bits}

@@ -44,7 +44,7 @@ class Sizes(NamedTuple):
 
     @property
     def steps(self) -> float:
-        """The reciprocal of an int16 residual's step: the stored integer that represents 1."""
+        """The integer that an int16 residual stores for the value 1."""
         return 2.0**self.fraction_bits
 
 
@@ -68,7 +68,7 @@ def padded_count(count: int, V: int) -> int:
     return count if count % (width_of(count, V) // 2) == 0 else ROWS
 
 
-# Parts that several kernels use ---------------------------------------------------------------
+# Helpers for several kernels ------------------------------------------------------------------
 
 
 def _each_token(sizes, prefetch, body, carry=None):
@@ -109,12 +109,11 @@ def _product(a, b, *, add_to=None):
 
 
 def _total(values):
-    """Return the sum of all entries of a matrix."""
     return jnp.sum(jnp.sum(values, axis=1))
 
 
 def _inside(sizes, values, other=0.0):
-    """Return `values` with every entry of the padding (the rows from K on) replaced by `other`."""
+    """Return `values` with the entries of the padding, the rows from K on, set to `other`."""
     if sizes.K == ROWS:
         return values
     rows = plgpu.broadcasted_iota(jnp.int32, values.shape, 0, layout=plgpu.Layout.WGMMA)
@@ -134,13 +133,13 @@ def _copy_rows(source, target, rows, barrier):
 
 
 def _values(sizes, x):
-    """Return the residual `x` in float32, multiplied by the fixed-point step if it is int16."""
+    """Convert the residual `x` to float32; int16 values are multiplied by the fixed-point step."""
     values = x.astype(jnp.float32)
     return values * (1 / sizes.steps) if x.dtype == jnp.int16 else values
 
 
 def _steps(sizes, written):
-    """Return `written` as a number of steps of an int16 residual, rounded to int32.
+    """Convert `written` to fixed-point steps of an int16 residual, rounded to int32.
 
     NaN is converted to an integer that overflows int16.
     """
@@ -299,8 +298,9 @@ def backward_bytes(sizes, stages):
 def backward_kernel(sizes, stages, rebuild, ref):
     """Compute the backward pass for every token of a program.
 
-    The program's sums of the parameters' gradients are written side by side to `ref.sums`: those of
-    the gain [K, V], of the store keys [K, R] and of the read keys [K, P].
+    Each program sums the gradients of the parameters over its tokens. It writes these sums side by
+    side to `ref.sums`: first the gain's [K, V], then the store keys' [K, R], then the read keys'
+    [K, P].
     """
     rows = {"x": sizes.K, "dx": sizes.K, "y": sizes.R, "dz": sizes.P}
     for name, count in rows.items():
@@ -378,7 +378,7 @@ def _backward_tokens(sizes, stages, rebuild, ref, dw, dr):
 
 
 def _through_norm(sizes, ref, t, a, n):
-    """Return `a - mean(a) - n mean(a n)`; means that are not passed are computed over all of K."""
+    """Return `a - mean(a) - n mean(a n)`; compute the means unless the caller passed them."""
     size, passed = sizes.K * sizes.V, hasattr(ref, "mean_an")
     of_residual = a - n * (ref.mean_an[t] if passed else _total(a * n) * (1 / size))
     if sizes.norm == "layernorm":

@@ -7,13 +7,11 @@ padded, no sum crosses lanes, and every matrix product contracts over rows.
 
 - For each index v along V, the store and the read are matrix products with the keys. The matrix
   unit keeps the product's [rows, tokens] operand, and the few keys stream through it. Combining
-  several v in a block-diagonal operand would not help, because no fewer rows would stream, and half
-  of their entries would be 0.
-- The statistics are summed during the store, as differences from a shift per token, so that
-  cancellation does not cost precision if the mean is large compared to the standard deviation.
-- The gain is folded into the read keys r, and the norm is applied to the result: with
-  `G[v] = r * gain[:, v]`, rounded to the data's dtype,
-  `z = rstd (G (X' - s) - (mean - s) sum_k G)` for any shift s.
+  several v in one block-diagonal product would not be faster.
+- The statistics are computed during the store. For each token, the kernel sums differences from a
+  number near the mean, the shift s. This avoids cancellation if the mean is large.
+- The read keys r are multiplied by the gain, `G[v] = r * gain[:, v]`, and rounded to the data's
+  dtype. The norm is applied after the product: `z = rstd (G (X' - s) - (mean - s) sum_k G)`.
 
 If a tile of tokens does not fit in VMEM, it is processed in slabs, which are ranges of v. The
 forward pass then moves no additional bytes (except the keys `G`, once per tile), but the backward

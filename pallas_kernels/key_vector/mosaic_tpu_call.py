@@ -36,7 +36,7 @@ class KeyVectorKernelCall:
 
     @property
     def unit(self) -> float:
-        """The value of a 1 in the residual's array: the fixed-point step for int16, otherwise 1."""
+        """The factor that converts stored values to X: the fixed-point step for int16, else 1."""
         return 2.0**-self.fraction_bits if self.integer else 1.0
 
     @property
@@ -46,11 +46,10 @@ class KeyVectorKernelCall:
 
     @property
     def shifted(self) -> bool:
-        """Whether a shift is subtracted from the residual before it enters matrix products.
+        """Whether a number near the mean (the shift) is subtracted before matrix products.
 
-        Subtraction keeps precision if the residual is rounded to bfloat16 for the products. A
-        bfloat16 residual is not rounded, so there the mean's contribution is subtracted from the
-        products' results.
+        This keeps precision if the residual is rounded to bfloat16 for the products. A bfloat16
+        residual is not rounded, so the mean is subtracted after the products instead.
         """
         return self.centred and self.sizes.residual_dtype != "bfloat16"
 
@@ -103,7 +102,7 @@ class Walk(NamedTuple):
         return cls(2, B, tiles // 2, False) if tiles % 2 == 0 else cls(1, B, tiles, False)
 
     def tile(self, c, i, j):
-        """Return the indices of the sequence and of the tile in it for step (i, j) of core c."""
+        """Return the indices of the sequence and its tile that core c processes in step (i, j)."""
         if self.by_batch:
             return c * self.batches + i, j
         return i, c * self.tiles_each + j

@@ -67,11 +67,10 @@ def at_layer(
     `xla.at_layer` computes a site (a store, a norm and a read) with one layer of stacked
     parameters.
 
-    `size_major` is a pair of booleans: whether the memory layout of the data is [V, R] instead of
-    [R, V], and whether that of the retrieved vectors is [V, P] instead of [P, V]. For a single
-    token, the kernel transposes such vectors, because XLA would take longer to do so than the
-    kernel itself. For several tokens, XLA transposes them, because it copies them to a new layout
-    in either case.
+    `size_major` is a pair of booleans, for the data and for the retrieved vectors. True means that
+    the vectors are transposed in memory: [V, R] instead of [R, V], or [V, P] instead of [P, V]. For
+    a single token, the kernel transposes them back, because XLA would need more time for this than
+    the whole kernel. For several tokens, XLA does it, because it copies them in either case.
     """
     size_major = size_major if len(site.residual) == 1 else (False, False)
     residual, store_keys, data, gain, read_keys = site

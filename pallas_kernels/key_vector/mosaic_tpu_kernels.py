@@ -151,13 +151,14 @@ def _store_value(call, inputs, stored, scratch, write, reads, v, sums, shift):
 def backward(inputs, outputs, scratch, *, call: KeyVectorKernelCall, tail: Tail | None):
     """Compute the cotangents of a store, a read or both for one tile of tokens.
 
-    Store keys among the inputs select the store, and read keys select the read. With dz the
-    retrieved vectors' cotangents times rstd, a = G^T dz and n = norm(X'), the residual's cotangent
-    is `dX = dX' + a - mean(a) - n mean(a n)`, where G are the read keys times the gain. The two
-    means are over all entries of a token, so they must be known before dX is computed. The means
-    are either passed as `means`, without the factor rstd, or computed by a first pass over the
-    tile, which keeps `a` in VMEM if it fits. `tail` is the last tile if it is only partly filled;
-    it is None if every tile is full.
+    The pass includes the store if the inputs include `store_keys`, and the read if they include
+    `read_keys`. The residual's cotangent is `dX = dX' + a - mean(a) - n mean(a n)`, where n is
+    norm(X') and a is G^T dz. G are the read keys times the gain, and dz are the cotangents of the
+    retrieved vectors times rstd.
+
+    The two means are over all entries of a token, and are needed before dX. They are either passed
+    as `means`, without the factor rstd, or computed by a first pass over the tile. This first pass
+    keeps `a` in VMEM if it fits. `tail` is the last tile if it is only partly filled, else None.
     """
     s, blocks = call.sizes, call.blocks
     core, slab, i, j = (pl.program_id(axis) for axis in range(4))
@@ -233,13 +234,13 @@ def _read_backward(call: KeyVectorKernelCall, inputs, outputs, scratch, first, e
     """Accumulate the gradients of read keys and gain, and prepare the residual's gradient.
 
     Returns:
-      A function from an index v along V to the rows of `dX - dX'` at v, which is the gradient that
-      reaches the residual through the read.
+      A function of an index v along V. It returns the rows of `dX - dX'` at v, which are the part
+      of the residual's gradient that comes from the read.
     """
     keys = ReadKeys(call, inputs, scratch, first)
     s, blocks = call.sizes, call.blocks
     residual, d_scaled = inputs["residual"], scratch["d_scaled"]
-    # The mean is divided by the unit of the residual's array, which is one step for int16.
+    # Convert the mean to the scale of the stored values, which are steps for int16.
     mean = inputs["statistics"][0, 0:1] / call.unit
     rstd = inputs["statistics"][0, 1:2]
     shift = mean if call.shifted else None
@@ -259,7 +260,6 @@ def _read_backward(call: KeyVectorKernelCall, inputs, outputs, scratch, first, e
 
     def folded_and_sums(v, sums):
         dz = d_scaled[0, v]
-        # Both the matrix operand and the sums use these shifted values, so they are computed once.
         x = None if as_it_is else _shifted(call, residual, v, shift)
         d_folded = dot_columns(dz, _operand(call, residual, v, shift, exists, x))
         if call.centred and not call.shifted:
@@ -304,11 +304,11 @@ def _read_backward(call: KeyVectorKernelCall, inputs, outputs, scratch, first, e
     return through_read
 
 
-# The write to a token's residual, and the residual's statistics -------------------------------
+# Writing to a token's residual, and computing its statistics ----------------------------------
 
 
 def _written(call, keys, data, v):
-    """Compute the write `sum_r w_r (x) y_r` at index v along V, in units of the residual's array.
+    """Compute the write `sum_r w_r (x) y_r` at index v along V, in the scale of stored values.
 
     w are the store keys and y the data. For an int16 residual, the result is the sum rounded to an
     int32, plus an offset of `_ROUND_BITS`.
@@ -350,11 +350,11 @@ def _add_to_sums(sums, x):
 
 
 def _statistics(call, sums, shift):
-    """Compute the statistics from the sums of differences from `shift` and of their squares.
+    """Compute the statistics from sums of differences from `shift`, and of their squares.
 
     Returns:
-      The mean in units of X, the mean of the matrix products' operands (without the shift if
-      `call.shifted`), and rstd.
+      The mean, with the fixed-point scale removed; the mean of the operands of the matrix products,
+      from which the shift is subtracted if `call.shifted`; and rstd.
     """
     count = call.sizes.K * call.sizes.V
     total, squares = sums[0] / count, sums[1] / count
@@ -399,7 +399,7 @@ def _operand(call, ref, v, shift, exists=None, x=None):
     return (x if exists is None else jnp.where(exists, x, 0)).astype(call.sizes.data_dtype)
 
 
-# Access to the rows at one index v along V ----------------------------------------------------
+# Loading and storing the rows at one index v along V ------------------------------------------
 
 
 def _values(ref, v, dtype=jnp.float32):
@@ -431,8 +431,8 @@ def _low_bits(x):
 def _aligned(ref, padded):
     """Copy the block `ref` to the scratch buffer `padded`, with zeros in the additional rows.
 
-    The buffer has as many rows as whole register tiles. If `padded` is None, `ref` needs no padding
-    and is returned.
+    The buffer's number of rows is a multiple of the register tile's height. If `padded` is None,
+    `ref` needs no padding and is returned.
     """
     if padded is None:
         return ref
@@ -467,9 +467,10 @@ def _zero_tail(call, inputs, tail, core, j):
 
 
 def _fold(x):
-    """Sum the rows in groups so that 8 partial sums remain, without crossing sublanes.
+    """Add the groups of 8 rows to each other, so that 8 rows of partial sums remain.
 
-    If the number of rows is not a multiple of 8, all rows are summed to a single row.
+    This needs no sum across sublanes. If the number of rows is not a multiple of 8, all rows are
+    summed to a single row.
     """
     if x.shape[0] % 8:
         return jnp.sum(x, axis=0, keepdims=True)

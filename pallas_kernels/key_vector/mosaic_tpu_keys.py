@@ -1,4 +1,4 @@
-"""The keys and the gain of a norm, as operands in the key-vector TPU kernels.
+"""Preparation of keys and the norm's gain as operands of the key-vector TPU kernels.
 
 For each index v along V, a read multiplies by `G[v] = r * gain[:, v]`, rounded once to the data's
 dtype, where r are the read keys. The kernels receive r and the gain and compute `G[v]` where it is
@@ -23,7 +23,7 @@ from pallas_kernels.key_vector.mosaic_tpu_call import KeyVectorKernelCall
 def store_operand(
     call: KeyVectorKernelCall, store_keys: Array | StackSlice
 ) -> tuple[Array | StackSlice, pl.BlockSpec]:
-    """Return the store keys as a kernel input [R, K], with R padded to register tiles."""
+    """Return the store keys as a kernel input [R, K]; R is padded to fill register tiles."""
     return operand.constant(_padded_rows(store_keys, call.sizes.R_padded))
 
 
@@ -87,9 +87,9 @@ class ReadKeys:
 
 
 def gradient_outputs(call: KeyVectorKernelCall, cores: int) -> Blocked:
-    """Return the outputs for the gradients of the gain and the read keys, with one sum per core.
+    """Return the kernel's outputs for the gradients of the gain and of the read keys.
 
-    The gain's gradient is transposed: [cores, V, K].
+    Each core writes its own sum. The gain's gradient is transposed: [cores, V, K].
     """
     s = call.sizes
     shapes = {"d_gain": (cores, s.V, s.K), "d_read_keys": (cores, s.P_padded, s.K)}

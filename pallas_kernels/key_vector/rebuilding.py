@@ -111,9 +111,8 @@ def norm_retrieve_again(
 
     Args:
       residual, statistics: the stored residual and its statistics, both as that op returned them.
-        With these statistics, the read saves a pass over the residual. With a `key_axis` the
-        statistics are not used: they describe the whole residual, but each device reads its slice
-        of K relative to the mean of that slice.
+        The statistics save a pass over the residual. They are not used with a `key_axis`, because
+        each device then needs the statistics of its own slice of K.
       gain, read_keys, norm, epsilon, fraction_bits, key_axis, implementation: as passed to that op.
       dtype: the dtype of the result.
 
@@ -149,8 +148,8 @@ def undo(
 ) -> Gradients:
     """Compute the backward pass of `store_norm_retrieve`, and undo its write to the residual.
 
-    The op makes one pass over the residual. A caller's backward pass needs no saved residuals. With
-    a `key_axis`, the data are all-gathered again, and for layernorm a float32 array [P, V] is
+    The op makes one pass over the residual, and lets a backward pass do without saved residuals.
+    With a `key_axis`, the data are all-gathered again, and for layernorm a float32 array [P, V] is
     summed over devices.
 
     Args:

@@ -7,12 +7,12 @@ device. The retrieved vectors are a sum over the devices' slices of K:
 
     z = rstd sum_k G_k (X_k - mean) = rstd (sum_d A_d + sum_d (mean_d - mean) B_d)
 
-`A_d` is the sum of `G_k (X_k - mean_d)` over slice d, where mean_d is the mean over that slice's
-entries; a kernel returns it if called with `scale=False`. `B_d` is the sum of `G_k` over slice d. A
-site therefore needs an all-gather of the data, a reduce-scatter of A, and an all-gather of B and of
-two numbers per token. A large mean causes no cancellation, because the slice's mean is subtracted
-before A is rounded. The variance is the mean of the variances within slices plus the variance of
-the slices' means.
+Here mean_d is the mean of the entries of slice d. `A_d` is the sum of `G_k (X_k - mean_d)` over
+slice d, which a kernel returns if called with `scale=False`. `B_d` is the sum of `G_k` over slice
+d. A site therefore needs an all-gather of the data, a reduce-scatter of A, and an all-gather of B
+and of two numbers per token. A large mean causes no cancellation, because the slice's mean is
+subtracted before A is rounded. The variance is the mean of the variances within slices plus the
+variance of the slices' means.
 
 The backward pass needs the means of `a` and of `a n` over all of K, with `a = G^T dz`,
 `n = norm(X)` and dz the cotangent of z. They equal `<dz, sum_d B_d> / (K V)` and
@@ -89,8 +89,8 @@ def all_slices(
     """Combine the devices' reads of their slices of K into the read of the whole residual.
 
     Args:
-      retrieved: `A_d` in the module's docstring, which are the vectors read from this device's
-        slice of K, for the batch rows of all devices. The slice's mean is subtracted, and the
+      retrieved: the vectors read from this device's slice of K, for the batch rows of all devices.
+        These are the `A_d` in the module's docstring. The slice's mean is subtracted, and the
         factor rstd is missing.
       statistics: the statistics of this device's slice, with the epsilon of the whole read.
       gain, read_keys: this device's slices of the parameters.

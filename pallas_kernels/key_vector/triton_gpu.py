@@ -134,7 +134,7 @@ def wins(op: str, operands: SiteOperands | SiteBackward, *others) -> bool:
 
 
 def _is_plain(op: str, site: SiteOperands) -> bool:
-    """Return whether to use plain JAX: only for the backward pass of a store or a read alone."""
+    """Return whether this is the backward pass of a store or a read alone, which is plain JAX."""
     return op == "backward" and not (site.stores and site.reads)
 
 
@@ -169,7 +169,7 @@ def default_blocks(
     return Blocks(keys, warps, stages, min(264 if backward_ else 1056, tokens))
 
 
-# The ops: operands and kernel calls -----------------------------------------------------------
+# Calling the kernels ---------------------------------------------------------------------------
 
 
 def forward(
@@ -314,8 +314,8 @@ def backward(
 def _reread(rebuilt, again: Reread, interpret, *, norm, dtype, fraction_bits):
     """Read from the rebuilt residual with the statistics in `again`.
 
-    The kernel computes a mean itself and subtracts it, so its result is corrected here by the
-    difference between that mean and the mean in `again`.
+    The kernel subtracts a mean that it computes itself. This function corrects the result for the
+    difference between this mean and the one in `again`.
     """
     site = SiteOperands(rebuilt, gain=again.gain, read_keys=again.read_keys)
     options = {"norm": norm, "dtype": dtype, "fraction_bits": fraction_bits}

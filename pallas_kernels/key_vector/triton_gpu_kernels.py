@@ -39,7 +39,7 @@ class Sizes(NamedTuple):
 
     @property
     def steps(self) -> float:
-        """The reciprocal of an int16 residual's step: the stored integer that represents 1."""
+        """The integer that an int16 residual stores for the value 1."""
         return 2.0**self.fraction_bits
 
     def groups(self, count) -> list[tuple[int, int]]:
@@ -95,9 +95,10 @@ def _save(ref, lead, rows, columns, block):
 
 
 def _each_token(site, body):
-    """Return a function that runs a loop over tokens: it maps an initial carry to the last carry.
+    """Return a function that loops over this program's tokens.
 
-    The loop runs `carry = body(token, carry)` for each token that this program processes.
+    It takes the initial carry, computes `carry = body(token, carry)` for each token, and returns
+    the last carry.
     """
     program, programs = pl.program_id(0), pl.num_programs(0)
 
@@ -117,7 +118,7 @@ def _each_chunk(chunks, body, carry):
 
 
 def _values(site, block):
-    """Return a residual's `block` in float32, multiplied by the fixed-point step if it is int16."""
+    """Convert a residual's `block` to float32; int16 values are multiplied by the step."""
     values = block.astype(jnp.float32)
     return values / site.steps if block.dtype == jnp.int16 else values
 
@@ -132,7 +133,7 @@ def _written(store_keys, data):
 
 
 def _steps(site, written):
-    """Return `written` as a number of steps of an int16 residual, rounded to int32.
+    """Convert `written` to fixed-point steps of an int16 residual, rounded to int32.
 
     NaN is converted to an integer that overflows int16.
     """
@@ -217,7 +218,7 @@ def forward_kernel(site, blocks, epsilon, scale, ref):
         ref.mean[t], ref.rstd[t] = mean, rstd
         source = ref.stored if site.R else ref.residual
         if chunks > 1 and site.R:
-            ref.barrier()  # Next, each thread reads elements that other threads have stored.
+            ref.barrier()  # Wait for elements that other threads store.
 
         def scaled(c):
             values = single if chunks == 1 else _values(site, _load(source, (t,), rows(c), columns))
@@ -281,7 +282,7 @@ def _normalised(site, ref, t, rows, columns, mean, rstd):
 
 
 def _passed_means(site, ref, t):
-    """Return the passed means of token t: those of `a` (None for rmsnorm) and of `a n`."""
+    """Return token t's means of `a` (None for rmsnorm) and of `a n`, which the caller passed."""
     return (ref.mean_a[t] if site.norm == "layernorm" else None), ref.mean_an[t]
 
 
@@ -394,7 +395,7 @@ def backward_tokens_kernel(site, blocks, ref):
                 _save(ref.rebuilt, (t,), rows(c), columns, _undone(site, x, _written(keys, data)))
 
         _each_chunk(chunks, write, None)
-        ref.barrier()  # Next, each thread reads elements that other threads have stored.
+        ref.barrier()  # Wait for elements that other threads store.
         for group in stores:
 
             def add(c, dy, group=group):

@@ -2,7 +2,7 @@
 
 Three choices keep the traffic of the large residual low:
 - The statistics are computed from the stored residual in the same pass that stores it.
-- Norm and gain are applied elementwise to the read's operand, so no normalised copy is written.
+- XLA fuses the norm and the gain into the read, so no normalised copy is written.
 - The backward pass needs only the stored residual and two numbers per token.
 
 For T = 8192 tokens, K = V = 64, R = 16 and P = 48 in bfloat16, a forward op takes 4.3 GFLOP and
@@ -255,9 +255,9 @@ def _retrieved(values, mean, rstd, gain, read_keys, dtype):
 
 
 def least_variance(fraction_bits: int) -> float:
-    """Return the minimum variance of a token's int16 residual, in units of X squared.
+    """Return the smallest legal variance of a token's int16 residual X, in the scale of X^2.
 
-    Below this variance, the token's retrieved vectors are NaN.
+    If the variance is smaller, the token's retrieved vectors are NaN.
     """
     return (LEAST_STEPS / 2.0**fraction_bits) ** 2
 
