@@ -26,15 +26,15 @@ except ImportError:
 PROGRAMS = "programs"
 
 
-# The slugs of NVIDIA GPUs of compute capability 9.0, the only capability with `wgmma` instructions.
+# The slugs (short names) of the GPUs with `wgmma` instructions, which have compute capability 9.0.
 _HOPPER = re.compile(r"nvidia_(gh200|h100|h200|h20|h800)(_|$)")
 
 
 def no_mosaic_gpu() -> str | None:
     """Return the reason why Mosaic GPU kernels are unavailable, or None if they are available.
 
-    On a machine without a GPU, they count as available, because a program that is traced there may
-    be compiled for a GPU with `wgmma` instructions.
+    On a machine without a GPU, they count as available. A program that is traced there may be
+    compiled for a GPU with `wgmma` instructions.
     """
     if plgpu is None:
         return "this version of jax has no Mosaic GPU backend for Pallas"
@@ -94,9 +94,8 @@ def buffer(shape: tuple[int, ...], dtype: Any, width: int = 128) -> Any:
       shape: the shape. The last two axes are rows and columns; the number of rows is a multiple
         of 8.
       dtype: the dtype.
-      width: the number of bytes of a row that are stored together: 32, 64 or 128. If a row has
-        fewer bytes than this, the width is the number of bytes in a row. Both operands of a product
-        must have the same width.
+      width: the number of bytes of a row that are stored together: 32, 64 or 128, but at most the
+        bytes of a row. Both operands of a product must have the same width.
     """
     size = jnp.dtype(dtype).itemsize
     width = min(width, shape[-1] * size)

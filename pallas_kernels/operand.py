@@ -9,7 +9,7 @@ from pallas_kernels.call import Shaped
 
 
 def constant(x: Shaped | StackSlice) -> tuple[Shaped | StackSlice, pl.BlockSpec]:
-    """Pair `x` with the spec of a single block: all of `x`, which is copied to VMEM only once."""
+    """Pair `x` with the spec of one block that contains all of `x` and is copied to VMEM once."""
     spec = pl.BlockSpec(x.shape, lambda *_: (0,) * x.ndim, pipeline_mode=pl.Buffered(1))
     return x, spec
 
@@ -33,7 +33,7 @@ def anywhere(x: Shaped) -> tuple[Shaped, pl.BlockSpec]:
 def of_stack(spec: pl.BlockSpec) -> pl.BlockSpec:
     """Convert `spec`, the block spec for one slice, to a spec for a stack of such slices.
 
-    The call's only prefetched array contains the index of the slice that the kernel uses.
+    The call must have one prefetched array, which contains the index of the slice to use.
     """
 
     def index(*ids_and_chosen):

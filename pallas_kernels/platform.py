@@ -7,9 +7,8 @@ If `jax.export` lowers a program for several platforms at once, the result conta
 each of them. JAX refuses to export GPU kernels unless `disabled_checks` names their custom calls.
 With `implementation="xla"` or `taking_plain`, a program contains no kernels.
 
-An op supports first-order differentiation in reverse mode. Kernels themselves cannot be
-differentiated, so a gradient that a kernel may have computed cannot be differentiated again. A
-gradient that plain JAX computed (`implementation="xla"`) can be differentiated again.
+An op supports first derivatives in reverse mode. Kernels cannot be differentiated, so second
+derivatives need plain JAX (`implementation="xla"`).
 """
 
 import contextlib
@@ -92,9 +91,9 @@ _preferred = jax.make_user_context(default_value=None)
 def preferring(implementation: str) -> Iterator[None]:
     """Make `implementation` the default in this context, for every op that has this implementation.
 
-    The default is what `implementation=None` selects. If `implementation` is one of the
-    `Implementations.on_request`, it is the default only for calls that it supports. For other calls
-    of such an op, the default is "pallas".
+    The default is what `implementation=None` selects. An implementation in
+    `Implementations.on_request` is the default only for calls that it supports. For other calls of
+    such an op, the default is "pallas".
     """
     with _preferred(implementation):
         yield
@@ -156,9 +155,9 @@ _collectors = threading.local()
 
 @contextlib.contextmanager
 def collecting_calls() -> Iterator[list[TracedCall]]:
-    """Yield a list that collects this thread's traced calls that a kernel supports.
+    """Yield a list, and append to it each call that this thread traces and a kernel supports.
 
-    Calls are collected until the context ends.
+    The list grows until the context ends.
     """
     calls: list[TracedCall] = []
     outer = getattr(_collectors, "lists", ())
@@ -190,10 +189,10 @@ class Implementations:
     Attributes:
       portable: the implementation in plain JAX, which works on every platform.
       kernels: maps names to kernel implementations, at most one per platform. Each has a function
-        `unsupported(op, *args)`, which returns the reason why the kernel does not support the call,
-        in one line, or None if it does. A kernel for a platform that is not in `by_default` also
-        has `wins(op, *args)`, which returns whether the kernel is faster than `portable` according
-        to a table or an estimate.
+        `unsupported(op, *args)`. It returns None if the kernel supports the call, or else a
+        one-line reason. A kernel for a platform that is not in `by_default` also has a function
+        `wins(op, *args)`. It returns whether a table or an estimate says that the kernel is faster
+        than `portable`.
       by_default: the platforms whose kernels are known to be faster and are used by default.
       name: the name of the group, which is an argument of `taking_plain`.
       on_request: maps names to further kernel implementations. They are used only if they are
@@ -208,7 +207,7 @@ class Implementations:
 
     @property
     def names(self) -> dict[str, tuple[Platform, ...]]:
-        """A dict that maps implementation names to the platforms of the kernels they select."""
+        """A dict from each implementation's name to the platforms of its kernels."""
         single = {name: (_PLATFORMS[name],) for name in (*self.kernels, *self.on_request)}
         return {"xla": (), **single, "pallas": tuple(self._on)}
 
@@ -223,8 +222,8 @@ class Implementations:
         If `implementation` is None, the fastest implementation is selected for each platform.
 
         Raises:
-          UnsupportedImplementation: the implementation is unknown or does not support this call; or
-            (raised during lowering) it is for a different platform than the program.
+          UnsupportedImplementation: the implementation is unknown, does not support this call, or
+            is for a different platform than the program. The last error is raised during lowering.
           TypeError: the result is differentiated, although a kernel may have computed it.
         """
         if implementation in self.on_request:
@@ -285,7 +284,7 @@ class Implementations:
     def chosen(self, op: str, *args: Any) -> dict[Platform, tuple[str, str | None]]:
         """Return which implementation `run(None, op, *args)` uses on each platform with a kernel.
 
-        Contexts such as `preferring` are not taken into account. Nothing is computed.
+        Contexts such as `preferring` are ignored. Nothing is computed.
 
         Returns:
           For each platform, the name of the implementation, and the reason why the kernel does not
@@ -319,8 +318,8 @@ class Implementations:
     def _default_platforms(self, op: str, args: tuple) -> tuple[Platform, ...]:
         """Return the platforms that use a kernel if no implementation is requested.
 
-        These are the platforms in `by_default`, and those whose kernel is listed or estimated as
-        faster (its `wins` returns True).
+        These are the platforms in `by_default`, and the platforms whose kernel's `wins` returns
+        True.
         """
         by_default = _possible(self.by_default)
         if any(0 in jnp.shape(leaf) for leaf in jax.tree.leaves(args)) or _symbolic(args):
@@ -330,7 +329,7 @@ class Implementations:
 
 
 def _possible(platforms: Iterable[Platform]) -> tuple[Platform, ...]:
-    """Return the platforms among `platforms` whose kernels the current trace may run."""
+    """Return the items of `platforms` for which the current trace may be lowered."""
     only = None if _interpreted.value else only_platform()
     return tuple(p for p in platforms if only in (None, p))
 
@@ -349,7 +348,7 @@ def _traced(kernel: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap `kernel` so that it is traced with `jax_enable_x64` off.
 
     Kernels use 32-bit integers. The wrapper also marks the results as varying over the same mesh
-    axes as the arguments, because a kernel from a library does not mark its results itself.
+    axes as the arguments. Kernels from a library do not do this themselves.
     """
 
     def narrow(x: Any) -> Any:
@@ -454,9 +453,8 @@ def _refuse_derivative(primals, tangents, *, op):
 ad.primitive_jvps[_operand_p] = _refuse_derivative
 
 
-# A primitive that runs a kernel and is lowered only for the kernel's platform, even in a program
-# that is lowered for several platforms. Without this primitive, JAX would lower each platform's
-# branch for all platforms.
+# A primitive that runs a kernel and is lowered only for the kernel's platform. Without it, a
+# program that is lowered for several platforms would lower each platform's branch for all of them.
 _kernel_p = Primitive("kernel")
 _kernel_p.multiple_results = True
 _kernel_p.def_abstract_eval(lambda *_, jaxpr, platform: jaxpr.out_avals)
@@ -488,8 +486,8 @@ def _map_kernel(args, axes, *, jaxpr, platform):
 def _lower_kernel(context, *args, jaxpr, platform):
     module = context.module_context
     if len(module.platforms) > 1:
-        # JAX caches lowered calls. Those from outside of this branch are lowered for all platforms,
-        # so the cache is replaced by an empty one.
+        # JAX caches lowered calls. The cached calls are lowered for all platforms, so this branch
+        # needs an empty cache.
         module = module.replace(cached_primitive_lowerings={})
         context = context.replace(module_context=module, platforms=(platform,))
     return mlir.lower_fun(jax.extend.core.jaxpr_as_fun(jaxpr))(context, *args)
@@ -532,10 +530,10 @@ def reverse_mode_alone(name: str) -> Iterator[None]:
 def vary_alike(tree: Any) -> Any:
     """Make all floating-point arrays in a tree vary over the same mesh axes.
 
-    After the call, each of these arrays varies over all mesh axes over which any array of the tree
-    varies. A result that is computed from several arrays varies over the axes of all of them, but a
-    custom gradient must return cotangents that vary over the same axes as their primals. JAX sums
-    the gradient of an array over the axes that this function adds.
+    A result of several arrays varies over the axes of all of them, but a custom gradient must
+    return cotangents that vary over the same axes as their primals. This function therefore makes
+    each array vary over all axes over which any array of the tree varies. JAX sums the gradient of
+    an array over the axes that are added.
     """
     varies = varies_in(tree)
     if not varies:
@@ -565,9 +563,10 @@ def varies_in(tree: Any) -> frozenset[str]:
 
 
 def checks_varying() -> str | None:
-    """Return the reason to refuse kernels whose results do not declare how they vary, or else None.
+    """Return why this trace cannot use kernels, or None if it can.
 
-    A `jax.shard_map` with `check_vma=True` cannot trace such kernels.
+    A `jax.shard_map` with `check_vma=True` cannot trace kernels that do not declare over which mesh
+    axes their results vary.
     """
     axes = jax.sharding.get_abstract_mesh().manual_axes
     if not axes or not varies_in(jax.lax.axis_index(axes[0])):

@@ -1,8 +1,7 @@
 """Shapes of the ops' operands for given sizes, and the sizes of well-known models.
 
-Reports, the search for block sizes and the tests use these shapes. The methods return
-`ShapeDtypeStruct`s by default; a caller that needs arrays on a device passes its own function
-`array(dtype, *shape)`.
+The methods return `ShapeDtypeStruct`s by default. A caller that needs arrays on a device passes its
+own function `array(dtype, *shape)`.
 """
 
 from collections.abc import Callable
@@ -19,8 +18,8 @@ from pallas_kernels.depth_attention.interface import (
 from pallas_kernels.key_vector.interface import Reread, SiteBackward, SiteOperands, Statistics
 
 Array = Callable[..., jax.ShapeDtypeStruct]
-# The batch size and sequence length of one training step. The sequences are as long as in the RMT
-# (Residual Matrix Transformer) paper.
+# The batch size of one training step, and the sequence length in the RMT (Residual Matrix
+# Transformer) paper.
 TOKENS = (16, 512)
 
 
@@ -101,7 +100,7 @@ class Depth(NamedTuple):
     D: int
 
     def partial(self, tokens, dtype="bfloat16", *, prior=False, array: Array = array) -> Partial:
-        """Return the operands of phase one; with `prior`, also the mixes over earlier sources."""
+        """Return the operands of phase one; with `prior`, they include mixes of earlier sources."""
         S, N, D = self
         sources = array("float32", S, D), array(dtype, N, *tokens, D), array("int32")
         mixed = array(dtype, S, *tokens, D), array("float32", S, *tokens)
@@ -131,7 +130,7 @@ class Depth(NamedTuple):
 
 
 # The sizes of the reads and writes before attention layers, for the models in Table 9 of the RMT
-# paper; and the largest model's sizes with four times its K (the number of entries per key).
+# paper. RMT_LARGE has four times the K (the number of entries per key) of the largest model.
 RMT_46M = KeyVector(32, 32, 12, 36)
 RMT_134M = KeyVector(32, 64, 12, 36)
 RMT_206M = KeyVector(48, 64, 14, 42)

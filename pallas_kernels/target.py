@@ -1,4 +1,4 @@
-"""The kind of device that a program is compiled for, with its specifications and kernel limits.
+"""The kind of device that a program is compiled for, and its specifications.
 
 All code that needs to know this device calls `target()`.
 """
@@ -15,8 +15,7 @@ Platform = Literal["tpu", "cuda"]
 # no more than this, even on chips with more VMEM.
 _MOST_VMEM = 2**26
 
-# JAX has more than one name for some chips. This dict maps the slugs of the other names to the slug
-# that `CHIPS` uses.
+# JAX has more than one name for some chips. This dict maps other slugs to the slug in `CHIPS`.
 _ALIASES = {"tpu_v5e": "tpu_v5_lite", "tpu_v5p": "tpu_v5", "tpu_v6e": "tpu_v6_lite"}
 
 
@@ -40,8 +39,7 @@ class Chip(NamedTuple):
     unit: int = 0
 
 
-# Maps the start of a device kind's slug (see `slug`) to the device's specifications. All code that
-# needs them looks them up in this table.
+# Maps the start of a device kind's slug (see `slug`) to the device's specifications.
 CHIPS = {
     "tpu_v4": Chip(275e12, 1228e9, 1.05e9, 2**24, 2, 128),
     "tpu_v5_lite": Chip(197e12, 819e9, 1.5e9, 2**27, 1, 128),
@@ -56,7 +54,7 @@ CHIPS = {
     "nvidia_b200": Chip(2250e12),
 }
 _TPUS = {kind: device for kind, device in CHIPS.items() if device.vmem}
-# The specifications that an unknown kind of TPU gets: each is the largest value among all TPUs.
+# The specifications of an unknown kind of TPU: each is the largest value of all TPUs.
 _MOST = Chip(*map(max, zip(*_TPUS.values(), strict=True)))
 
 
@@ -158,9 +156,8 @@ _only = jax.make_user_context(default_value=None)
 def lowering_only_for(device_kind: str) -> Iterator[None]:
     """Declare that all code traced in the context is lowered for this kind of device and no other.
 
-    An op then traces only the implementation for this kind, instead of one implementation for each
-    platform. Use the context for code whose devices are known, such as the code that each device of
-    a mesh runs.
+    An op then traces only the implementation for this kind, and not one for each platform. Use the
+    context for code whose devices are known, such as the code that runs on a mesh.
     """
     with _only(device_kind):
         yield
@@ -180,9 +177,9 @@ def only_platform() -> str | None:
 def target() -> Target:
     """Return the kind of device that the current trace is expected to be compiled for.
 
-    The result is the first of these that exists: the kind passed to `lowering_for`, the kind of the
-    current mesh's devices (which need not exist on this machine), and the kind of the default
-    device. The call is cheap.
+    The result is the kind that was passed to `lowering_for`. Without one, it is the kind of the
+    current mesh's devices, which need not exist on this machine. Without a mesh, it is the kind of
+    the default device. The call is cheap.
     """
     if _kind.value is not None:
         return Target(_kind.value)

@@ -58,7 +58,7 @@ def run(call: KeyVectorCall, op: str, *operands, **options):
 def check(call: KeyVectorCall, site: SiteOperands, *, reads: bool = True) -> KeyVectorCall:
     """Check the static parameters and operands of a key-vector op, and return the parameters.
 
-    In the returned parameters, `key_axis` is None if that mesh axis has only one device.
+    A `key_axis` with only one device is replaced by None.
     """
     residual, store_keys, data, gain, read_keys = site
     check_norm(call.norm)

@@ -153,8 +153,8 @@ class SiteBackward(NamedTuple):
       d_retrieved: the cotangent of the retrieved vectors.
       means: the means over all of K, if the keys are sharded.
       again: the operands of a read from the rebuilt residual, or None.
-      retrieved: the vectors that the forward pass retrieved, or None; an implementation can compute
-        the means from them.
+      retrieved: the vectors that the forward pass retrieved, or None. With them, an implementation
+        can compute the means.
     """
 
     site: SiteOperands
@@ -170,8 +170,8 @@ class Gradients(NamedTuple):
     """The cotangents of a site's operands, and the results of rebuilding the residual.
 
     Attributes:
-      residual: the cotangent of the residual before the store, in the dtype of the stored
-        residual's cotangent (for a read alone, in the residual's dtype).
+      residual: the cotangent of the residual before the store. It has the dtype of the stored
+        residual's cotangent, or, for a read alone, the residual's dtype.
       data: the data's cotangent, in the data's dtype.
       store_keys, gain, read_keys: the parameters' cotangents, in at least float32.
       rebuilt: the residual before the store, if requested. It is exact for an int16 residual, and

@@ -115,9 +115,8 @@ def _name(site: SiteOperands) -> str:
 def default_blocks(sizes: Sizes, kernel: str) -> Blocks:
     """Return launch parameters for the 132 multiprocessors of an H100.
 
-    With the compiler of jax 0.11.2, all programs run at once. The compiler of jax 0.10.2 allocates
-    so many registers to the forward kernel for int16 that a multiprocessor cannot run three
-    programs at once.
+    All programs run at once if compiled with jax 0.11.2. With jax 0.10.2, the forward kernel for
+    int16 uses more registers, so a multiprocessor cannot run three of its programs.
     """
     if kernel != "key_vector_backward":
         return Blocks(min(132 * 3, sizes.T), 3)
@@ -201,8 +200,8 @@ def backward(
     """Return the cotangents of a write and a read, as `interface` defines.
 
     The backward pass of a store alone or a read alone is plain JAX. The read `again` from the
-    rebuilt residual runs as a separate kernel, or in plain JAX if it reads an unsupported number of
-    vectors.
+    rebuilt residual is a separate kernel. It is plain JAX if the kernel does not support its number
+    of vectors.
     """
     if _is_plain("backward", operands.site):
         return xla.backward(operands, norm=norm, fraction_bits=fraction_bits)

@@ -51,9 +51,9 @@ class Sizes(NamedTuple):
 def width_of(count: int, V: int) -> int:
     """Return the width in bytes of the operands' tiles, for a product over `count` vectors.
 
-    Legal widths are 32, 64 and 128 bytes, but no more than the 2 V bytes of a row. A product can
-    only sum over a multiple of `width / 2` vectors. The result is the largest legal width for which
-    `count` is such a multiple. If there is no such width, the result is the largest legal width.
+    The width is 32, 64 or 128 bytes, and at most the 2 V bytes of a row. A product must sum over a
+    multiple of `width / 2` vectors. The result is the largest width for which `count` is such a
+    multiple. If there is none, it is the largest width.
     """
     widths = [width for width in (128, 64, 32) if width <= 2 * V]
     return next((width for width in widths if count % (width // 2) == 0), widths[0])
@@ -62,8 +62,8 @@ def width_of(count: int, V: int) -> int:
 def padded_count(count: int, V: int) -> int:
     """Return the number of vectors that a product sums over, including zeros as padding.
 
-    The number is `count` if a product can sum over exactly that many vectors, and otherwise ROWS,
-    because a kernel can only clear buffers of ROWS rows.
+    The number is `count` if a product can sum over `count` vectors. Otherwise it is ROWS, because a
+    kernel can clear only buffers of ROWS rows.
     """
     return count if count % (width_of(count, V) // 2) == 0 else ROWS
 
@@ -74,9 +74,9 @@ def padded_count(count: int, V: int) -> int:
 def _each_token(sizes, prefetch, body, carry=None):
     """Run `carry = body(slot, t, ahead, carry)` for each token t, and return the last carry.
 
-    `prefetch` is a pair (stages, start), where `start(slot, t)` starts the copies of token t to one
-    slot of the buffers in shared memory. This function starts the copies of the program's first
-    tokens. `body` must call `ahead()` once, which starts the copies of a later token.
+    `prefetch` is a pair (stages, start). `start(slot, t)` starts to copy token t to a slot of the
+    buffers in shared memory. This function starts the copies of the first tokens. For each later
+    token, `body` must call `ahead()`, which starts its copy.
     """
     program, programs = jax.lax.axis_index(PROGRAMS), jax.lax.axis_size(PROGRAMS)
     count = (sizes.T - program + programs - 1) // programs
@@ -276,8 +276,8 @@ def backward_scratch(sizes, stages):
         "dx": buffer((stages, ROWS, V), bf16),
         "y": buffer((stages, R, V), bf16, of_R),
         "dz": buffer((stages, P, V), bf16, of_P),
-        # The store keys are needed in two forms: `w`, padded to ROWS keys, for the data's
-        # cotangent; and `few_w`, with less padding, to undo the store.
+        # The store keys are kept twice. `w` is padded to ROWS keys, for the data's cotangent.
+        # `few_w` has less padding, and is used to undo the store.
         "w": buffer((ROWS, ROWS), bf16, min(128, 2 * V)),
         "few_w": buffer((R, ROWS), bf16, of_R),
         "r": buffer((P, ROWS), bf16, of_P),

@@ -14,8 +14,8 @@ padded, no sum crosses lanes, and every matrix product contracts over rows.
   dtype. The norm is applied after the product: `z = rstd (G (X' - s) - (mean - s) sum_k G)`.
 
 If a tile of tokens does not fit in VMEM, it is processed in slabs, which are ranges of v. The
-forward pass then moves no additional bytes (except the keys `G`, once per tile), but the backward
-pass reads the residual twice.
+backward pass then reads the residual twice. The forward pass only reads the keys `G` again for each
+tile.
 
 For T tokens with E bytes per entry, store_norm_retrieve takes `2 T (R + P) K V` FLOPs and moves
 `E T V (2 K + R + P)` bytes to or from HBM. The backward pass takes `4 T (R + P) K V` FLOPs and
@@ -134,8 +134,8 @@ def backward(
 ) -> Gradients:
     """Return the cotangents of a write and a read, as `interface` defines.
 
-    The gradients of the gain and of the read keys both follow from `dG[v] = sum dz n`, summed over
-    tokens, with dz the cotangent of the retrieved vectors and n = norm(X').
+    The gradients of the gain and of the read keys are computed from `dG[v] = sum dz n`, a sum over
+    tokens. Here dz is the cotangent of the retrieved vectors, and n is norm(X').
 
     For T tokens with K x V entries of E bytes, and R stored and P read vectors, the pass takes
     `4 T (R + P) K V` FLOPs and moves `E T V (3 K + 2 R + P)` bytes; a read alone moves
@@ -143,8 +143,6 @@ def backward(
     FLOPs and `E T K V` bytes, and reading A vectors from it adds `2 T A K V` FLOPs and `E T A V`
     bytes.
 
-    If `means` are passed, the intermediate `a` (see `interface`) is used only once, so it is not
-    kept in VMEM.
     """
     site = operands.site
     if site.residual is None:
@@ -374,8 +372,8 @@ def _gradients_of(call: KeyVectorKernelCall, out: dict[str, Array]) -> Gradients
 def _means(call: KeyVectorKernelCall, operands: SiteBackward) -> Means:
     """Compute the `Means` for a backward pass that processes V in slabs, before its kernel runs.
 
-    `mean(a n)` equals `<dz, z> / (K V)`, where z are the retrieved vectors and dz their cotangent.
-    If the retrieved vectors were not passed in, they are read from the residual here.
+    `mean(a n)` equals `<dz, z> / (K V)`, where z are the retrieved vectors and dz is their
+    cotangent. If the caller did not pass z, it is read from the residual here.
     """
     site, statistics, retrieved = operands.site, operands.statistics, operands.retrieved
     sizes = dataclasses.replace(call.sizes, R=0, A=0)

@@ -1,10 +1,10 @@
 """A TPU kernel that computes `store_norm_retrieve` for a few tokens, for use in decoding.
 
-In the kernels of `mosaic_tpu` the lanes are tokens, so these kernels would compute 128 tokens even
-if there is only one. In this kernel, a token's matrix keeps the layout of the model, [K, V], with V
-in the lanes. The whole site (store, norm and read) is computed while the matrix is in VMEM. The
-keys and gains of all layers are passed as stacks, from which the kernel reads one layer's slice. If
-XLA sliced the stacks instead, copying a few KB would take as long as the computation.
+The kernels of `mosaic_tpu` have tokens in the 128 lanes, so they would compute 128 tokens even if
+there is only one. This kernel has V in the lanes, as in the model's layout [K, V]. It computes the
+whole site (store, norm and read) while a token's matrix is in VMEM. The keys and gains of all
+layers are passed as stacks, from which the kernel reads one layer's slice. If XLA sliced the
+stacks, the copies would take as long as the kernel.
 
 For T tokens with E bytes per entry, the kernel takes `2 T (R + P) K V` FLOPs and moves
 `E T V (2 K + R + P)` bytes.
@@ -26,8 +26,7 @@ from pallas_kernels.target import target
 
 # Maximum VMEM for a grid step's input and output matrices, in units of 1/60 of the VMEM limit.
 _LARGEST = 8
-# Number of tokens per loop iteration. It is more than 1 because computations for independent tokens
-# hide each other's latency.
+# Number of tokens per loop iteration. Several tokens hide each other's latency.
 _TOGETHER = 8
 
 

@@ -115,8 +115,8 @@ def forward(inputs, outputs, scratch, *, call: KeyVectorKernelCall):
 def _store_value(call, inputs, stored, scratch, write, reads, v, sums, shift):
     """Store the residual's rows at index v along V, and add them to the sums for the statistics.
 
-    The rows are stored only if there is a write, and added only if there is a read. For an int16
-    residual, `sums` also contains the smallest and the largest value.
+    Without a write, nothing is stored. Without a read, nothing is added. For an int16 residual,
+    `sums` also contains the smallest and the largest value.
     """
     stores = write is not None
     steps = stores and call.integer
@@ -289,8 +289,8 @@ def _read_backward(call: KeyVectorKernelCall, inputs, outputs, scratch, first, e
 
     slope = -(rstd * rstd * call.unit) * mean_an
     offset = -mean_a if call.centred else jnp.zeros_like(mean_an)
-    # A float32 residual's mean may be so large that it must be subtracted before multiplying, to
-    # avoid cancellation. An int16 residual's mean is at most 2^15 steps, which is small enough.
+    # A float32 residual may have a large mean, which must be subtracted before multiplying to avoid
+    # cancellation. An int16 residual's mean is at most 2^15 steps, which is small enough.
     less_mean = call.shifted and not call.integer
     if not less_mean:
         offset = offset - slope * mean
@@ -316,8 +316,8 @@ def _written(call, keys, data, v):
     y = data[0, v]
     if not call.integer:
         return dot(keys, y)
-    # Whatever the tile size, each matrix product covers 128 tokens. A write can be undone exactly
-    # only if the backward pass, which may have a different tile size, computes identical products.
+    # Each matrix product covers 128 tokens, whatever the tile size. The backward pass may have a
+    # different tile size, but must compute identical products to undo a write exactly.
     of_tokens = [y[:, t : t + LANES] for t in range(0, y.shape[1], LANES)]
     if y.dtype == jnp.bfloat16:
         return _low_bits(jnp.concatenate([dot(keys, part) for part in of_tokens], axis=1))
@@ -329,10 +329,10 @@ def _written(call, keys, data, v):
 
 
 def _shift(call, residual, write):
-    """Return a number near each token's mean, [1, tokens]: the mean of the token's rows at v = 0.
+    """Return a number near each token's mean, [1, tokens]: its mean over the entries at v = 0.
 
-    The rows include the write. The number is rounded to an integer for an int16 residual, and is 0
-    for rmsnorm.
+    The entries are those after the write. The number is rounded to an integer for an int16
+    residual. It is 0 for rmsnorm.
     """
     x = _values(residual, 0)
     if not call.centred:
@@ -421,9 +421,9 @@ def _put(ref, v, value):
 def _low_bits(x):
     """Round x to int32 and add `_ROUND_BITS`, whose low 16 bits are 0; |x| must be below 2^22.
 
-    For larger x and for NaN, the result minus `_ROUND_BITS` does not fit in int16 either, so it
-    counts as an overflow. The offset is not removed here because a conversion to int32 would be
-    slower, and XLA would optimise away an addition of `_ROUND` that is followed by its subtraction.
+    For larger x and for NaN, the result minus `_ROUND_BITS` does not fit in int16, so it counts as
+    an overflow. This is faster than a conversion to int32. The offset stays, because XLA would
+    optimise away an addition of `_ROUND` that is followed by its subtraction.
     """
     return jax.lax.bitcast_convert_type(x + _ROUND, jnp.int32)
 
@@ -445,9 +445,8 @@ def _aligned(ref, padded):
 def _zero_tail(call, inputs, tail, core, j):
     """Zero the inputs beyond the last token, and return a mask of the tokens that exist.
 
-    The memory beyond the last token contains arbitrary values, which sums over tokens would
-    include. Inputs whose buffers are also outputs are not zeroed, because that would change the
-    outputs.
+    The memory beyond the last token has arbitrary values, which would spoil sums over tokens. An
+    input that shares its buffer with an output is not zeroed, because that would change the output.
     """
     last = j == tail.tile
     if tail.core is not None:

@@ -1,9 +1,9 @@
 """Preparation of keys and the norm's gain as operands of the key-vector TPU kernels.
 
 For each index v along V, a read multiplies by `G[v] = r * gain[:, v]`, rounded once to the data's
-dtype, where r are the read keys. The kernels receive r and the gain and compute `G[v]` where it is
-used: the vector unit has time for this while the matrix units work. If XLA precomputed such arrays
-around each kernel, a dozen small computations would take a tenth of the kernel's time.
+dtype, where r are the read keys. The kernels compute `G[v]` from r and the gain where it is used,
+because the vector unit has time for this while the matrix units work. If XLA computed such arrays
+before each kernel, this would take a tenth of the kernel's time.
 """
 
 from collections.abc import Mapping

@@ -1,8 +1,7 @@
 """Key-vector ops for a custom backward pass that rebuilds residuals instead of saving them.
 
 These ops have no gradients themselves. They return the statistics and cotangents that a
-hand-written backward pass needs, and accept `StackSlice`s in place of most arrays. They are also
-used if the backward pass gets the written data from the forward pass.
+hand-written backward pass needs, and accept `StackSlice`s in place of most arrays.
 """
 
 import jax

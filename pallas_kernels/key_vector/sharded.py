@@ -34,7 +34,7 @@ from pallas_kernels.key_vector.interface import Means, Statistics
 
 
 class Read(NamedTuple):
-    """The results of a read that its backward pass needs besides the residual and the statistics.
+    """The results of a read that its backward pass needs, in addition to residual and statistics.
 
     Attributes:
       retrieved: the vectors retrieved for this device's batch rows.
@@ -58,9 +58,9 @@ def gather(x: Shaped[Array, "b *rest"], key_axis: str | None) -> Shaped[Array, "
     every = lambda x: jax.lax.all_gather(x, key_axis, axis=0, tiled=True)
     if x.ndim != 4:
         return every(x)
-    # The kernels use the memory layout of [b, V, P, N]. Without these transposes, the TPU compiler
-    # would gather [b, N, P, V] in a different layout and then copy the rows of all devices to the
-    # kernels' layout. With them, it copies only this device's rows.
+    # The kernels use the memory layout [b, V, P, N]. Without these transposes, the TPU compiler
+    # would gather in another layout, and then copy the rows of all devices. With them, it copies
+    # only this device's rows.
     tokens_last = lambda x: jnp.transpose(x, (0, 3, 2, 1))
     on_tpu = lambda x: tokens_last(every(tokens_last(x)))
     return jax.lax.platform_dependent(x, tpu=on_tpu, default=every)

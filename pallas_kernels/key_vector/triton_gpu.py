@@ -3,8 +3,8 @@
 Each program processes a sequence of tokens, one at a time. It keeps a token's residual in registers
 between the store and the read, so the residual is read and written only once. A residual that is
 too large for registers is processed in chunks of rows along K. The program then loads each chunk a
-second time for the read, usually from the cache, because it has just stored the chunk. The
-parameters stay on chip. The costs for T tokens, apart from the statistics, are:
+second time for the read, usually from the cache. The parameters stay on chip. The costs for T
+tokens, apart from the statistics, are:
 
     pass       FLOPs               elements moved to or from memory
     forward    2 T (R + P) K V     T (2 K V + R V + P V)
@@ -65,8 +65,8 @@ class Blocks(NamedTuple):
     """The block sizes and launch parameters of a key-vector GPU kernel.
 
     Attributes:
-      keys: the number of a residual's rows (along K) in a tile: a power of two, at least 16. If
-        this number is less than K, residuals are processed in chunks.
+      keys: the number of a residual's rows (along K) in a tile: a power of two, at least 16. If it
+        is less than K, residuals are processed in chunks.
       warps: the number of warps (of 32 threads) per program.
       stages: the number of stages of the software pipeline for loads.
       programs: the number of programs in the grid. Each processes every `programs`-th token.

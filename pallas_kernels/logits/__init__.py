@@ -3,7 +3,7 @@
 Implementations: "xla" (plain JAX, on any platform), "mosaic_tpu" (a TPU kernel) and "pallas" (the
 kernel if there is one for the platform, else plain JAX). The default, None, uses the kernel on TPUs
 for bfloat16, because XLA would read all logits a second time to sum them. The op cannot be
-differentiated: a loss computes its own gradient (`rmt_tpu/training/loss.py`).
+differentiated, because the loss computes its own gradient (`rmt_tpu/training/loss.py`).
 """
 
 import functools
@@ -38,7 +38,7 @@ def logits_with_sums(
     Args:
       x: the input of the unembedding.
       kernel: W_U, in x's dtype.
-      targets: the target's token id per row. If an id is not below vocab, the row's target logit
+      targets: the target's token id per row. If an id is vocab or more, the row's target logit
         (`chosen`) is 0.
       multiplier: the factor by which the logits are multiplied.
       implementation: None chooses the fastest one for the platform that the program is lowered for.

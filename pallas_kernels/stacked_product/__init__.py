@@ -1,8 +1,8 @@
-"""Products of a few rows with one layer's matrices, which are part of a stack of all layers.
+"""Products of a few rows with the matrices of one layer, which is selected from a stack.
 
-This op is for decoding, where each step multiplies one row per sequence by every weight. Reading
-the weights takes nearly all of the time. The kernel overlaps this reading with the products. XLA
-instead copies all of a layer's weights from the stack to VMEM before it starts to multiply.
+This op is for decoding, where each step multiplies one row per sequence by every weight. Most of
+the time is spent reading the weights. The kernel multiplies while it reads. XLA copies all of a
+layer's weights to VMEM before it starts to multiply.
 
 Implementations: "xla" (a slice and a matrix product, on any platform), "mosaic_tpu" (a TPU kernel)
 and "pallas" (the kernel if the platform has one, or else plain JAX). The default, None, uses the

@@ -1,4 +1,4 @@
-"""A reference implementation: products with one layer's matrices, by the definition.
+"""A reference implementation of products with one layer's matrices.
 
 For T rows of K numbers and P matrices [K, N] with E bytes per number, the op takes `2 T P K N`
 FLOPs and moves `E (T K + P K N + T P N)` bytes.

@@ -1,13 +1,14 @@
-"""Gathering of rows for routed experts, and sums that add the experts' rows for each token.
+"""Gathering of the rows of routed experts, and sums of each token's rows.
 
-Each token chooses the same number of experts. A choice may be assigned to any row of the experts'
-input, or to none. `rows_of_tokens` gathers the rows, and `sums_of_rows` adds up each token's rows.
+Each token chooses the same number of experts. A choice is assigned to a row of the experts' input,
+or to none. `rows_of_tokens` gathers these rows. `sums_of_rows` adds up each token's rows of the
+experts' output.
 
 Implementations: "xla" (plain JAX, on any platform), "mosaic_tpu" (a TPU kernel for the sums) and
 "pallas" (the kernel if there is one for the platform, else plain JAX). The default, None, uses the
 kernel on TPUs if there are at most half as many rows as choices, for example on a mesh that shards
-experts. In that case the kernel is faster, because XLA reads and adds one row for every choice. The
-two ops are each other's transposes, so each computes the other's gradient, without a scatter.
+experts. XLA is slower there, because it reads one row for every choice. Each op computes the
+other's gradient, because each is the other's transpose.
 """
 
 import functools
@@ -41,9 +42,9 @@ def rows_of_tokens(
 
     Args:
       x: one vector per token.
-      order: for each row, the number of its choice. Choices are numbered by token: the first
-        token's are 0 to each - 1, and so on. Rows at the end to which no choice is assigned must
-        still have a valid number, which is not used.
+      order: for each row, the number of the choice that is assigned to it. Choices are numbered by
+        token: the first token's are 0 to each - 1, and so on. Unused rows at the end need any valid
+        number.
       places: for each choice, the index of its row, or `rows` (the number of rows) if the choice
         has no row.
       implementation: None chooses the fastest one for the platform that the program is lowered for.

@@ -1,7 +1,7 @@
 """Sums of rows on TPUs, as a product with a one-hot matrix for each group of 128 tokens.
 
-The rows are first sorted by token, so that only existing rows are read. Then JAX's megablox kernel
-for grouped matrix products (Gale et al. 2023) multiplies each group's rows by its one-hot matrix.
+The rows are first sorted by token. Then JAX's megablox kernel for grouped matrix products (Gale et
+al. 2023) multiplies each group's rows by a one-hot matrix, which adds up each token's rows.
 
 For R rows of width W in bfloat16 and half as many tokens as rows, the op takes `256 R W` FLOPs and
 moves `7 R W` bytes: sorting the rows moves `4 R W` bytes, and the kernel moves `3 R W` bytes. For
@@ -19,8 +19,7 @@ from pallas_kernels.call import LANES
 from pallas_kernels.platform import checks_varying
 from pallas_kernels.target import target
 
-# Number of rows per grid step. If these rows belong to two groups of 128 tokens, they are read once
-# for each group.
+# Number of rows per grid step. Rows of two groups of 128 tokens are read once for each group.
 _TILE = 256
 # Maximum number of bytes per row of a tile. The kernel does not request VMEM, so it gets the
 # default of 16 MiB even if a core has more.
@@ -71,6 +70,5 @@ def sums(
 
 
 def _columns(width: int, dtype) -> int:
-    """Return the number of columns per tile."""
     most = _BYTES if target().chip.vmem > 2**24 else _BYTES // 2
     return min(width, most // jnp.dtype(dtype).itemsize)

@@ -1,4 +1,4 @@
-"""Look-up of kernels' block sizes in tables, which a search fills for each device kind and kernel.
+"""Look-up of kernels' block sizes in tables, one per device kind and kernel.
 
 In this package, a kernel's "blocks" are its block sizes and other tunable parameters.
 """

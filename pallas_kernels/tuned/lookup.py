@@ -1,9 +1,9 @@
 """Selection of a kernel's block sizes for the device that a program is compiled for.
 
-The block sizes are those of the first table with a usable entry, or else those of the kernel's own
-rule (its heuristic). The tables of `with tuned(table)` are searched first, starting with the
-innermost context, then the user's file, and last the table that is shipped with the package. This
-module never searches for better sizes. A table that cannot be read causes a warning, not an error.
+The block sizes come from the first table with a usable entry. The tables of `with tuned(table)` are
+searched first, starting with the innermost context, then the user's file, and last the table in the
+package. If no table has a usable entry, the kernel's own rule (its heuristic) selects the block
+sizes. A table that cannot be read causes a warning, not an error.
 """
 
 import contextlib
@@ -41,8 +41,9 @@ class Kernel:
       blocks: the class of the kernel's block sizes.
       key: the names of the sizes and options that the kernel is specialised to, without the number
         of tokens.
-      refused: a function of `(key, tokens, blocks)`. If these block sizes cannot be compiled or
-        would change the results, it returns the reason in a few words; otherwise it returns None.
+      refused: a function of `(key, tokens, blocks)`. It returns None if these block sizes can be
+        used. If they cannot be compiled or would change the results, it returns the reason in a few
+        words.
     """
 
     platform: Platform
@@ -83,7 +84,7 @@ def fields(blocks: Blocks) -> dict[str, Value]:
     return {name: getattr(blocks, name) for name in field_types(type(blocks))}
 
 
-# Maps (platform, name) to a kernel that can be tuned, for each kernel whose package is imported.
+# Maps (platform, name) to each tunable kernel whose package is imported.
 KERNELS: dict[tuple[str, str], Kernel] = {}
 
 
@@ -166,10 +167,10 @@ _collectors = threading.local()
 
 @contextlib.contextmanager
 def collecting() -> Iterator[list[Look]]:
-    """Yield a list that collects this thread's look-ups, without duplicates and in order.
+    """Yield a list, and append to it each new look-up of this thread.
 
-    Look-ups are collected until the context ends. Look-ups happen during tracing, so a jitted
-    function that is already traced adds none.
+    The list grows until the context ends, and has no duplicates. Look-ups happen during tracing, so
+    a jitted function that is already traced adds none.
     """
     looks: list[Look] = []
     _collectors.lists = (*getattr(_collectors, "lists", ()), looks)
@@ -214,8 +215,9 @@ def _looked_up(kernel: Kernel, key: dict[str, Value], tokens: int, default, devi
 def winner(kernel: Kernel, key: Mapping[str, Value], tokens: int) -> str | None:
     """Return the implementation that a table lists as the fastest on the target device.
 
-    The result is None if no table has such an entry. If the kernel supports the device, a message
-    is then logged, once per device kind. It explains how to measure which implementation is faster.
+    The result is None if no table has such an entry. In this case, if the kernel supports the
+    device, a message is logged once per device kind. It explains how to measure which
+    implementation is faster.
     """
     device = target().slug
     if target().platform != kernel.platform:
@@ -271,7 +273,7 @@ def tables(device: str, kernel: str) -> list[Table]:
     return [*within, user_table(), package_table(device, kernel)]
 
 
-# The user's table, and the tables that the package ships --------------------------------------
+# Reading the user's table and the package's tables ---------------------------------------------
 
 
 def user_path() -> str | None:
@@ -303,8 +305,8 @@ def clear_caches() -> None:
     _tell_how.cache_clear()
 
 
-# Maps a URL scheme to a function that reads the file at a URL. The function returns the content, or
-# None if there is no such file. If it raises an OSError or a ValueError, a warning is emitted.
+# Maps a URL scheme to a function that reads a file. The function returns the content, or None if
+# there is no such file. If it raises an OSError or a ValueError, a warning is emitted.
 READERS: dict[str, Callable[[str], bytes | None]] = {}
 
 
@@ -357,7 +359,7 @@ def shipped() -> Iterator[tuple[str, str]]:
 def fingerprint() -> str:
     """Return a hash of the package's tables and the user's table.
 
-    As long as the hash does not change, equal look-ups return equal block sizes, except within
+    While the hash stays the same, a look-up always returns the same block sizes, except within
     `with tuned(table)`.
     """
     texts = [package_table(*where).text() for where in sorted(shipped())]

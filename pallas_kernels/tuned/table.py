@@ -15,8 +15,8 @@ Items = tuple[tuple[str, Value], ...]  # The (name, value) pairs of a mapping, s
 Source = Literal["measured", "estimated", "heuristic"]
 
 _FORMAT = 1
-# Maximum ratio between an entry's number of tokens and the requested number. At a larger ratio, the
-# entry is not used, because its block sizes may be far from the best ones for the requested number.
+# Maximum ratio between an entry's number of tokens and the requested number. An entry beyond this
+# ratio is not used, because its block sizes may be slow for the requested number.
 _NEAR = 4
 _SLUG = re.compile(r"[a-z0-9][a-z0-9_.\-]*")
 
@@ -32,23 +32,23 @@ class Entry:
 
     Attributes:
       device: the slug of the device kind.
-      kernel, kernel_version: the kernel's name and version. In a different version, the same block
-        sizes may have a different meaning.
+      kernel, kernel_version: the kernel's name and version. Block sizes may mean something else in
+        a different version.
       key: the sizes and options that the kernel is specialised to, without the number of tokens.
       tokens: the number of tokens for which the block sizes were selected.
       blocks: the names and values of the block sizes.
       source: how the block sizes were found: "measured" on a device, "estimated" from compiled
         programs, or selected by the kernel's own rule, its "heuristic".
-      seconds: the time of a call with `blocks`, in seconds: a list of all measured times, or of a
-        single estimated time.
+      seconds: the time of a call with `blocks`, in seconds. The list has all measured times, or one
+        estimated time.
       default_seconds: the time of a call with `default_blocks`, in the form of `seconds`.
       default_blocks: the block sizes that the heuristic selected when this entry was made.
       implementation: the fastest implementation, if it is not this entry's kernel. Only entries for
         GPUs have this field.
       versions: the names and versions of the software that compiled and measured the kernel.
       date: the date of the search, as YYYY-MM-DD.
-      table: the name of the table from which the entry was copied, if the entry is a record of a
-        run.
+      table: the name of the table from which the entry was copied. Only the records of a run have
+        it.
     """
 
     device: str
