@@ -31,7 +31,7 @@ def main() -> int:
 def _first_line(file: Path) -> str:
     """Return the first line of a program's docstring.
 
-    The file is parsed rather than imported, because an import would define the program's flags.
+    The file is parsed, because an import would define the program's flags.
     """
     return ast.get_docstring(ast.parse(file.read_text(encoding="utf-8"))).partition("\n")[0]
 

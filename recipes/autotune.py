@@ -5,12 +5,14 @@
     python -m recipes.autotune --from_preset=rmt-305m --device
 
 Candidate block sizes are compiled one by one, each within a time limit. Without --device, they are
-ranked by an estimated time. For a TPU, it is the time of the compiler's instruction schedule or the
-time to move the bytes, whichever is longer. For a GPU, it is computed from the bytes moved, the
-concurrent warps and the spilled registers. With --device, the best candidates are checked against
-plain JAX and timed in turn. Block sizes that are clearly faster than the default are written to the
-table --out, by default the table that training reads. The outcome of every candidate is logged as
-one line of the file <--out>.log.jsonl. An interrupted search resumes with the same command.
+ranked by an estimated time. On a TPU, this is the time of the compiler's instruction schedule or of
+the memory transfers, whichever is longer. On a GPU, it follows from the bytes moved, the concurrent
+warps and the spilled registers. With --device, the best candidates are checked against plain JAX
+and timed.
+
+Block sizes that are clearly faster than the default are written to the table --out. The default is
+the table that training reads. Each candidate adds a line to the log <--out>.log.jsonl. An
+interrupted search resumes with the same command.
 """
 
 import contextlib
@@ -24,7 +26,7 @@ from absl import flags
 from recipes import common, program
 from rmt_tpu.errors import RunError, UsageError, flag_errors, unknown
 
-# The ops of rmt_tpu.estimator.ops. They are repeated here, because that module imports jax.
+# The ops of rmt_tpu.estimator.ops, which is not imported here because it imports jax.
 _OPS = ("key_vector", "attention", "depth_attention")
 _OP = flags.DEFINE_list(
     "op", None, f"ops to tune, at the sizes in the papers: {', '.join(_OPS)}, or all"

@@ -4,12 +4,11 @@
     python -m recipes.check_device --op=key_vector,attention --output=device.json
 
 Run this command first on a new machine. Every kernel that programs use on this device runs at two
-model sizes. Its results and all its gradients are compared with an evaluation of its equations in
-float32. A residual that it restores from int16 must equal the original bit for bit. Each kernel is
-timed, and so are a matrix product and a copy, for comparison. The exit code is 1 if anything
-differs or fails. The file --output is written after every case, so that an interrupted check keeps
-its results. On a CPU, which has no kernels, the plain JAX implementations are checked at small
-sizes.
+model sizes. Its results and gradients are compared with its equations, evaluated in float32. An
+int16 residual that it restores must equal the original bit for bit. Each kernel is timed. A matrix
+product and a copy are timed too, for comparison. The exit code is 1 if anything differs or fails.
+An interrupted check keeps the results in --output. A CPU has no kernels, so there plain JAX is
+checked at small sizes.
 """
 
 import contextlib
@@ -85,9 +84,7 @@ def main() -> int:
 
 
 def _output() -> Path | None:
-    """Return the path of --output after checking that it can be written, or None if not set.
-
-    The check is made before the slow work starts.
+    """Check that --output can be written, and return its path, or None if it is not set.
 
     Raises:
       UsageError: the file cannot be written.

@@ -111,12 +111,12 @@ def _presets() -> str:
 def selected_config(
     stored_config: Callable[[str], RunConfig | None] = lambda name: None,
 ) -> tuple[str, RunConfig]:
-    """Return the name and the RunConfig of --preset or --config, before other flags are applied.
+    """Return the name and the RunConfig of --preset or --config, without other flags.
 
     Args:
-      stored_config: a function that takes the preset's name and returns the config of a run that
-        was started earlier in the run folder, or None if there is no such run. A started run no
-        longer needs the folder of --init_from.
+      stored_config: a function of the preset's name. It returns the config of a run that has
+        started in the run folder, or None. A run that has started no longer needs the folder of
+        --init_from.
 
     Raises:
       UsageError: both flags are given, or a preset is unknown, or a config cannot be read.
@@ -135,8 +135,7 @@ def selected_config(
 def with_warm_start(base: RunConfig, stored_config: RunConfig | None = None) -> RunConfig:
     """Return `base` with the tokenizer and the vocabulary of the model in --init_from.
 
-    The vocabulary's size may be larger than the tokenizer's. The model's setting `tied_embeddings`
-    is copied too.
+    The vocabulary may be larger than the tokenizer's. The setting `tied_embeddings` is copied too.
 
     Args:
       base: the run config before --init_from is applied.
@@ -181,8 +180,8 @@ def _config_of_source(init_from: str) -> RunConfig:
     except ArgumentError as error:
         _, _, value_and_reason = str(error).partition("=")
         raise UsageError(f"--init_from={value_and_reason}") from None
-    # Clear the fields that name the source of the source run's own initial weights: a run that
-    # starts from the source run's weights does not need them.
+    # The source run may itself have started from other weights. The new run does not need them, so
+    # clear the fields that name them.
     train = dataclasses.replace(config.train, init_from="", with_optimizer=False)
     return dataclasses.replace(config, train=train)
 
@@ -190,8 +189,8 @@ def _config_of_source(init_from: str) -> RunConfig:
 def run_config(base: RunConfig) -> RunConfig:
     """Return `base` changed by the flags of `define_run_flags`.
 
-    If a flag changes the tokenizer, the vocabulary size changes too. With --init_from, however, the
-    vocabulary size stays that of the loaded parameters (see `with_warm_start`).
+    If a flag changes the tokenizer, the vocabulary size changes too. With --init_from, it remains
+    the size of the loaded parameters (see `with_warm_start`).
 
     Raises:
       UsageError: the value of a flag, or a path in --set, is not valid.
@@ -220,9 +219,9 @@ def _check_once(flag_names: dict[str, str]) -> None:
       flag_names: maps each config path that a flag sets to the flag as written on the command line.
 
     Raises:
-      UsageError: --set and a flag in `flag_names` set the same value, so that one of the two would
-        have no effect. It is not an error if --set assigns a string that selects the kind of the
-        object with the flag's field.
+      UsageError: --set and a flag in `flag_names` set the same value, so that one of them would
+        have no effect. A string in --set that selects the kind of a config object is legal, even if
+        a flag sets a field of this object.
     """
     for path, value in assigned().items():
         for flag_path, flag in flag_names.items():
@@ -232,7 +231,7 @@ def _check_once(flag_names: dict[str, str]) -> None:
 
 
 def given_paths() -> dict[str, str]:
-    """Return a dict from each config path that a run flag sets to the flag as the user wrote it."""
+    """Return a dict from each config path to the run flag that sets it, as the user wrote it."""
     paths = {path: f"--{name}" for name, path, *_ in _RUN_FLAGS if flags.FLAGS[name].present}
     return paths | {path: f"--set={path}" for path in assigned()}
 
@@ -271,7 +270,7 @@ def preset_changes(preset: str, presets: list[str], assignments: list[str]) -> d
 
 
 def _with_flag_name(message: str, flag_names: dict[str, str]) -> str:
-    """Return an error message with its leading config path replaced by the flag that sets it."""
+    """Return the message with the config path at its start replaced by the flag that sets it."""
     path = message.partition("=")[0].partition(" ")[0]
     return message.replace(path, flag_names[path], 1) if path in flag_names else message
 

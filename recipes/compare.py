@@ -6,8 +6,8 @@
 Each model trains in <workdir>/<preset>, or in <workdir>/<preset>/seed-<n> if there are several
 seeds. An interrupted command resumes when it is repeated. All models use the batch size, steps and
 data of the first preset. The command writes comparison.md, comparison.json (with every run) and
-comparison.png, which shows loss against tokens and against FLOPs. For more than four presets,
-comparison.png shows the final losses, and the loss curves are in curves.png.
+comparison.png. The picture shows loss against tokens and against FLOPs. For more than four presets,
+it shows the final losses, and curves.png shows the loss curves.
 """
 
 import dataclasses

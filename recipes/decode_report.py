@@ -9,7 +9,7 @@ the report gives:
 - the bytes that every step must move, and the time to move them at full bandwidth;
 - the time of the step, and the fraction of the bandwidth that it reaches;
 - the ratio of this time to that of the first preset;
-- the memory of the step, and its copies of arrays that are at least as large as one layer's keys.
+- the memory of the step, and the large arrays that it copies.
 
 For v5e, v5p and v6e, the step is estimated from the output of the TPU compiler (`pip install
 'jax[tpu]'`). For "host", the default on a machine with a GPU or a TPU, the engine is timed with
@@ -51,7 +51,7 @@ _PICTURE = flags.DEFINE_string("picture", None, ".png file for the picture, loca
 common.define_list_presets()
 
 _HOST = "host"
-# The same maximum applies to the number of rows in a batch and to the number of tokens per row.
+# The maximum number of rows in a batch, and the maximum number of tokens per row.
 _MOST = 2**20
 
 
@@ -133,10 +133,10 @@ def _targets() -> list[Any]:
 
 
 def _check_positions(cases: list[Any]) -> None:
-    """Check that each context is supported by the positions of at least one model.
+    """Check that at least one model has positions for each context.
 
     Raises:
-      UsageError: all models have learned positions, and the context exceeds them.
+      UsageError: a context is longer than the learned positions of all models.
     """
     for context in dict.fromkeys(case.context for case in cases):
         models = {case.preset: case.model("auto") for case in cases}

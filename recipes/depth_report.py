@@ -5,13 +5,14 @@
 The models are compared side by side on held-out text. The picture is written to plots/depth.png in
 the first run folder (or to --output), and the numbers to depth.json in the same folder. They are:
 
-- for each run with weights over depth (Attention Residuals and its ablations, DenseFormer), a map
-  of the mean weight that each site (the input of a sublayer) gives to each earlier output, as in
-  Figure 8 of Attention Residuals. The entropy of each site's weights (1 for equal weights) and the
-  spread of their logits are included;
-- three root mean squares over tokens and features, for each write to the residual (by the embedding
-  or a sublayer): of the written array, of the residual after the write, and of the gradient of the
-  loss, summed over tokens, with respect to the written array (Figure 5).
+- the weights over depth, for each run that has them (Attention Residuals and its ablations,
+  DenseFormer). A map shows the mean weight that each site gives to each earlier output, as in
+  Figure 8 of Attention Residuals. A site is the input of a sublayer. For each site, the numbers
+  include the entropy of the weights (1 for equal weights) and the spread of their logits (the
+  largest minus the smallest);
+- root mean squares for each write to the residual, by the embedding or a sublayer (Figure 5). They
+  are over tokens and features. There is one for the written array, one for the residual after the
+  write, and one for the gradient of the summed loss with respect to the written array.
 
 The command also prints a short table.
 """

@@ -7,9 +7,8 @@ Prompts and metrics are the same as in the harness; the scorer is this project's
 a folder with files <task>.jsonl (or .gz, .zst), whose lines have the format of the task's dataset
 on the Hugging Face hub, or the keys "query", "choices" and "gold". With --data_dir=hub, the
 datasets are downloaded from the hub. Answers are stored in <workdir>/evaluation, so that an
-interrupted command resumes when it is repeated, and no question is answered twice. The command
-writes evaluation.json, evaluation.md and plots/evaluation.png to --output, which is by default the
-run folder.
+interrupted command resumes when it is repeated. The command writes evaluation.json, evaluation.md
+and plots/evaluation.png to --output. The default is the run folder.
 
 --against compares the model on the same documents with the model of another run folder, with
 `untrained` (the model before its first training step), or with `unigram` (token frequencies in the
@@ -108,7 +107,7 @@ def main() -> int:
     with memory.report_out_of_memory("use a smaller --batch_tokens or --max_length"):
         for name, subject in by_name.items():
             if is_hub(subject.folder):
-                # Store answers in --output, and do not write into the folder with the weights.
+                # Store answers in --output, because the folder with the weights is only read.
                 subject = subject._replace(folder=folder)
             try:
                 results[name] = evaluate(subject, sources, _STRIDE.value)

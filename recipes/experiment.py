@@ -6,13 +6,14 @@
     python -m recipes.experiment attnres-scaling --scale=paper --data=gs://bucket/tokens \\
       --mesh=fsdp=-1 --workdir=gs://bucket/experiments
 
-An arm is a model that an experiment trains once per seed. For each seed, an arm trains in a run
-folder, <workdir>/<scale>/runs/<arm>/seed-<n>, which all experiments with this arm share. Each point
-of a hyperparameter search trains in <workdir>/<scale>/searches/<name>/<point>/seed-<n>. An
-interrupted command resumes when it is repeated. With --outcomes=FILE, which gets a line for each
-finished run, it also resumes on another machine. Flags that describe runs, like --data, apply to
-every run. If the text is not a token store, it is first converted to one, <workdir>/<scale>/text,
-so that all seeds hold out the same part of the text.
+An arm is a model that an experiment trains once per seed. It trains in the run folder
+<workdir>/<scale>/runs/<arm>/seed-<n>, which all experiments with this arm share. Each point of a
+hyperparameter search trains in <workdir>/<scale>/searches/<name>/<point>/seed-<n>. An interrupted
+command resumes when it is repeated. With --outcomes=FILE, it also resumes on another machine: the
+file gets a line for each finished run. Flags that describe runs, like --data, apply to every run.
+
+The text is first converted to the token store <workdir>/<scale>/text, unless it is a token store
+already. All seeds then hold out the same part of the text.
 
 The command writes <workdir>/<scale>/<experiment>/results.md, results.json and pictures.
 """
@@ -36,7 +37,7 @@ from rmt_tpu.experiments import catalog
 from rmt_tpu.experiments.plan import Experiment, Page, Plan, before_growth
 from rmt_tpu.storage import Folder, open_folder
 
-# Maps each scale to the compute dtype that replaces "auto", which would depend on the machine.
+# Maps each scale to the compute dtype that replaces "auto", whose dtype depends on the machine.
 _DTYPES = {"tiny": "float32", "paper": "bfloat16"}
 _NAME = flags.DEFINE_string(
     "name", None, "name of the experiment; it may be given alone, without --name="
@@ -128,7 +129,7 @@ class _PlanTrainer:
         def configured(config: RunConfig) -> RunConfig:
             config = common.run_config(config)
             changes = {"data.source": self.text.store}
-            # The dtype that "auto" selects would depend on the machine.
+            # Replace "auto", because the dtype that it selects depends on the machine.
             if config.model.compute_dtype == "auto":
                 changes["model.compute_dtype"] = _DTYPES[_SCALE.value]
             return overrides.apply(config, changes)
@@ -140,8 +141,7 @@ class _PlanTrainer:
         """Check that the flags do not conflict with the plan's searches.
 
         Raises:
-          UsageError: a flag sets a value that is searched, or an arm and a search use the same
-            seed.
+          UsageError: a flag sets a value that is searched, or --seeds contains a search's seed.
         """
         searches = self.plan.searches.values()
         for path in {path for search in searches for point in search.points for path in point}:
@@ -217,7 +217,7 @@ class _PlanTrainer:
         return several.train_all(trials, train_and_keep)
 
     def _commands(self, runs: list) -> None:
-        """Write a script with the commands of the remaining runs to the file of --commands."""
+        """Write the commands of the remaining runs to the script --commands."""
         from rmt_tpu.experiments.runs import write_commands
 
         script = Path(_COMMANDS.value)

@@ -8,7 +8,7 @@ model, the command stops with an error that names the unsupported config field. 
 load the folder, and so can the recipes train, generate and evaluate, with --init_from.
 
 With --kind=rmt_tpu, any model can be exported, for example one with a different residual. The
-folder then also contains PyTorch code with which the transformers library loads the model.
+folder then also has PyTorch code, which the transformers library uses to load the model.
 """
 
 from absl import flags

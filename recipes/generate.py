@@ -3,11 +3,10 @@
     python -m recipes.generate --workdir=runs/rmt-tiny --prompt="def main("
     python -m recipes.generate --workdir=runs/rmt-tiny --prompts=in.jsonl --output=out.jsonl
 
-With --mesh, the weights, the caches and the tokens of a prompt are sharded over devices: rows along
-the mesh axes `data` and `fsdp`, tokens and heads along `key`, `sequence` and `tensor`. A file of
-prompts has one prompt per line, or, if its name ends in .jsonl, one object with the key "prompt"
-per line. A line of JSON is written to --output for each finished sample. An interrupted command
-resumes when it is repeated.
+A file of prompts has one prompt per line. If its name ends in .jsonl, each line is an object with
+the key "prompt". Each finished sample adds a line of JSON to --output. An interrupted command
+resumes when it is repeated. With --mesh, weights, caches and prompts are sharded over devices: rows
+along the mesh axes `data` and `fsdp`, tokens and heads along `key`, `sequence` and `tensor`.
 """
 
 import contextlib

@@ -3,12 +3,12 @@
     python -m recipes.kernel_report --op=key_vector --targets=v5e --output=reports
     python -m recipes.kernel_report --step --presets=rmt-305m,gpt2-405m --batch_size=16
 
-For ops (--op), the kernel of every call is compared with plain JAX. On a machine with a GPU or a
-TPU, ops and steps are measured instead of estimated, unless --targets is given. For steps (--step),
-the report has cycles per part, the ratio of the first preset to the second, the most expensive
-instructions, and a picture. A measured report has the time of each step and of its largest kernels
-instead. The command writes Markdown and JSON to --output. Estimates need the TPU compiler (`pip
-install 'jax[tpu]'`), but no TPU.
+For ops (--op), the kernel of every call is compared with plain JAX. For steps (--step), the report
+has the cycles of each part, the ratio of the first preset to the second, the most expensive
+instructions, and a picture. On a machine with a GPU or a TPU, ops and steps are measured, unless
+--targets is given. A measured report of steps has the time of each step and of its largest kernels.
+The command writes Markdown and JSON to --output. Estimates need the TPU compiler (`pip install
+'jax[tpu]'`), but no TPU.
 """
 
 import contextlib
@@ -24,7 +24,7 @@ from absl import flags
 from recipes import common, program
 from rmt_tpu.errors import RunError, UsageError, unknown
 
-# The ops of rmt_tpu.estimator.ops. They are repeated here, because that module imports jax.
+# The ops of rmt_tpu.estimator.ops, which is not imported here because it imports jax.
 _OPS = ("key_vector", "attention", "depth_attention", "delta_attention")
 _OP = flags.DEFINE_string("op", "all", f"ops to report on: one of {', '.join(_OPS)}, or all")
 _CASES = flags.DEFINE_multi_string(

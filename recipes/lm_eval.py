@@ -5,9 +5,9 @@
 
 All arguments after `recipes.lm_eval` are passed to the harness (see `run --help`). The model is
 `rmt_tpu`, and its arguments are described in `rmt_tpu.evaluation.harness.RmtTpu`. This recipe adds
-two features. With --data_dir, tasks that `recipes.evaluate` supports are read from files, without a
-network. The file name of --use_cache includes the checkpoint's identity, so that cached answers of
-a different model are never used.
+two features. With --data_dir, the tasks that `recipes.evaluate` supports are read from files. With
+--use_cache, the file name includes the identity of the checkpoint, so that answers of another model
+are never used.
 """
 
 import argparse
@@ -63,8 +63,7 @@ def _run(arguments: argparse.Namespace, data_dir: str | None, scratch: Path) -> 
 def _without_defaults() -> None:
     """Prevent the harness from indexing its own tasks, which would take many seconds.
 
-    The harness's command line creates the task manager itself, without the option
-    `include_defaults`.
+    The harness has an option `include_defaults` for this, but its command line does not set it.
     """
     from lm_eval import tasks
 

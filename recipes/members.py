@@ -89,8 +89,8 @@ def join_processes() -> bool:
 def hush_gloo() -> None:
     """Discard the connection messages of Gloo, the library of collective operations on CPUs.
 
-    Gloo prints these messages to the standard output of C++, which is reserved for results. Each
-    process calls this function after all processes have connected.
+    Gloo prints these messages to standard output, which is reserved for results. Each process calls
+    this function after all processes have connected.
     """
     import jax
 

@@ -5,20 +5,20 @@
 
 The command takes the flags of recipes.train, and compiles the train step for all devices of a
 topology, which need not be present. It reports whether the step fits in memory, what occupies the
-memory, what the devices send to each other and an estimate of the step's time. If the step does not
-fit, the report says what to change. The exit code is 1 if the step does not fit, and 2 if the
-command is wrong. The step is the same as in recipes.train with the same flags; in particular, the
-vocabulary is that of --tokenizer (by default `byte`), unless --set=model.vocab_size sets its size.
+memory, what the devices send to each other, and an estimate of the step's time. If the step does
+not fit, the report says what to change, and the exit code is 1. The exit code is 2 if the command
+is wrong. As in recipes.train, --tokenizer (by default `byte`) sets the size of the vocabulary,
+unless --set=model.vocab_size sets it.
 
     python -m recipes.preflight --preset=llama-attnres-1.2b --topology=v5e:2x4 --mesh=tensor=8 \\
         --prompt=131072
 
-With --prompt, the command instead compiles the program that recipes.generate uses on this mesh to
-read one part of a prompt of this length. With both --prompt and --decode=32, it compiles a decode
+recipes.generate reads a long prompt in parts. With --prompt, the command compiles the program that
+reads one part of a prompt of this length. With both --prompt and --decode=32, it compiles a decode
 step for 32 rows of this length.
 
-With several slices (--num_slices), the slices are laid out along the mesh axis data, stage or fsdp,
-and the traffic over the data center's network is reported separately.
+With --num_slices, several slices are connected by the data center's network. They are laid out
+along the mesh axis data, stage or fsdp, and the traffic between them is reported separately.
 
 The topologies v5e:AxB, v5p:AxBxC, v6e:AxB and tpu7x:AxBxC need the TPU compiler (`pip install
 'jax[tpu]'`). The topologies h100:N and h200:N need jax's CUDA plugin, and their report has memory

@@ -6,10 +6,10 @@
 
 --input and --output can be paths like gs://bucket/.... --input can also contain glob patterns and
 fsspec URLs, such as hf://datasets/USER/NAME/**/*.parquet. An interrupted command resumes when it is
-repeated, and reports inputs that have been edited since. The store contains a held-out part and the
-tokenizer that it was made with. To repair a damaged store, delete its manifest.json and repeat the
-command, which makes the damaged parts again. To prepare a store on several hosts, run the same
-command on each host, with the multi-host flags of recipes.train: see docs/guides/data.md.
+repeated, and reports inputs that have been edited since. The store contains a held-out part and its
+tokenizer. To repair a damaged store, delete its manifest.json and repeat the command. To prepare a
+store on several hosts, run the same command on each host, with the multi-host flags of
+recipes.train: see docs/guides/data.md.
 """
 
 import signal
@@ -86,8 +86,7 @@ def main() -> int:
     """Tokenise the text that --input names into a token store, and return 0."""
     from rmt_tpu.data.prepare import SingleProcess, prepare
 
-    # Handle the other signals that stop a program in the same way as Ctrl-C, so that worker
-    # processes and semaphores are cleaned up.
+    # Handle other signals like Ctrl-C, so that worker processes and semaphores are cleaned up.
     for number in set(signals.STOPS.values()) - {signal.SIGINT}:
         # A program under nohup ignores SIGHUP, and must continue to ignore it.
         if signal.getsignal(number) is signal.SIG_DFL:

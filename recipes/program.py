@@ -28,7 +28,7 @@ from rmt_tpu.errors import RmtError, UsageError, shown, unknown
 # The exit codes that a shell reports for SIGINT and SIGPIPE.
 INTERRUPTED, BROKEN_PIPE = 130, 141
 
-# Patterns in absl's error messages about flags, each with the clearer text that replaces it.
+# Patterns in absl's error messages about flags, and the clearer texts that replace them.
 _REWORDED = [
     (r"=None: Flag --\w+ must have a value other than None\.", " is needed"),
     (r": invalid literal for int\(\).*", " must be a whole number in digits, like 1000"),
@@ -36,7 +36,7 @@ _REWORDED = [
     (r": could not convert string to float.*", " must be a number"),
     (r": \('Non-boolean argument to boolean flag'.*", " must be true or false"),
 ]
-# Maps flag names of other programs to the recipes' flags that error messages suggest instead.
+# Maps flag names of other programs to the recipes' flags that error messages suggest.
 _OTHER_NAMES = {
     "lr": "learning_rate",
     "bs": "batch_size",
@@ -84,12 +84,11 @@ def start(
     Args:
       main: the recipe's function.
       operand: the name of a flag whose value may be given as a positional argument.
-      only_printed: whether the recipe writes its results only to standard output. If so, it fails
-        when standard output cannot be written. Any other recipe continues, and drops what it cannot
+      only_printed: whether standard output is the only place for the recipe's results. If so, the
+        recipe fails if it cannot write there. Any other recipe continues, and drops what it cannot
         print.
     """
-    # The name under which absl has registered the recipe's flags: for the program's main module,
-    # the path of its file.
+    # absl registers flags by module name, or by the file's path for the main module.
     module = sys.argv[0] if main.__module__ == "__main__" else main.__module__
     help_text = lambda: f"{sys.modules[main.__module__].__doc__}\nFlags:\n{_flag_help(module)}"
     flags.DEFINE_flag(PrintAndExit("help", "print this help, and exit", help_text, short_name="h"))
@@ -133,10 +132,9 @@ def _version() -> str:
 
 
 def exit_code(stopped_by: signal.Signals) -> int:
-    """Return the exit code of a run that was saved after a signal stopped it.
+    """Return the exit code of a run that was stopped by a signal and then saved.
 
-    The exit code is 0 for all signals except SIGINT, because a scheduler that sends SIGTERM expects
-    a program to exit with code 0.
+    It is 0 for all signals except SIGINT, because schedulers send SIGTERM and expect code 0.
     """
     return INTERRUPTED if stopped_by == signal.SIGINT else 0
 
@@ -144,15 +142,15 @@ def exit_code(stopped_by: signal.Signals) -> int:
 def resume_command() -> str:
     """Return the shell command that runs this program again, in the same folder."""
     program = Path(sys.argv[0])
-    # The program is an installed command like rmt-train if its file does not end in .py.
+    # An installed command, like rmt-train, is a file that does not end in .py.
     if program.suffix != ".py":
         return shlex.join(sys.argv)
-    # Use this interpreter's path: "python" may be a different one if the environment is inactive.
+    # Use this interpreter's path, because "python" may be a different one in the user's shell.
     return shlex.join([sys.executable, "-m", f"recipes.{program.stem}", *sys.argv[1:]])
 
 
 def _hush_libtpu() -> None:
-    """Silence libtpu on a machine without a TPU, where it is installed only for its compiler."""
+    """Silence libtpu on a machine without a TPU, which has it only for its compiler."""
     if not glob.glob("/dev/accel*") and not glob.glob("/dev/vfio/[0-9]*"):
         os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
         os.environ.setdefault("TPU_ACCELERATOR_TYPE", "v5litepod-4")
@@ -213,7 +211,7 @@ def _processes() -> ModuleType | None:
 
 
 def _no_platform() -> str | None:
-    """Return an error message if jax finds no device because of JAX_PLATFORMS, else None."""
+    """Return an error message if JAX_PLATFORMS prevents jax from finding a device, else None."""
     jax = sys.modules.get("jax")
     platforms = jax and jax.config.jax_platforms
     if not platforms:

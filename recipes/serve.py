@@ -151,15 +151,15 @@ def _front():
 
 
 def _template(tokenizer):
-    """Return the chat template of the model, or None, after checking that it is not damaged."""
+    """Check the chat template of the model, and return it, or None if there is none."""
     from rmt_tpu.data import read_template
     from rmt_tpu.errors import about_flag
     from rmt_tpu.hub.models import is_hub
     from rmt_tpu.storage import open_folder
 
     folder, file = open_folder(_WORKDIR.value), _CHAT_TEMPLATE.value
-    # A model from a run folder was trained with a start token before every text, unless the run
-    # started from the weights of a model that was trained without start tokens.
+    # A run trains with a start token before every text. The exception is a run that started from
+    # the weights of a model without start tokens.
     starts = tokenizer.starts and not is_hub(folder)
     with about_flag("chat_template", file or "\0"):
         template = read_template(folder, tokenizer, file=file, starts=starts)

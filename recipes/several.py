@@ -93,11 +93,11 @@ def check_sets(flag: str, path: str, other: str, paths: Iterable[str]) -> None:
 
 
 def stored_config_within(folder: Folder) -> Callable[[str], RunConfig | None]:
-    """Return a function for the argument `stored_config` of `common.selected_config`.
+    """Return a function to pass to `common.selected_config` as `stored_config`.
 
-    If runs in `folder` have started from the weights of --init_from, the function returns the
-    config of one of these runs, because they no longer need the folder of --init_from. Otherwise it
-    returns None. The function does not import jax if `folder` does not exist.
+    If a run in `folder` has started from the weights of --init_from, the function returns the
+    config of such a run, which no longer needs the folder of --init_from. Otherwise it returns
+    None. The function does not import jax if `folder` does not exist.
     """
 
     def stored_config(name: str) -> RunConfig | None:
@@ -113,7 +113,7 @@ def stored_config_within(folder: Folder) -> Callable[[str], RunConfig | None]:
 def seed_trials(
     label: str, config: RunConfig, folder: Folder, seeds: list[int] | None
 ) -> list[Trial]:
-    """Return one trial per seed; if there are several, each has its own folder inside `folder`."""
+    """Return one trial per seed; several trials have their own folders inside `folder`."""
     with_seed = lambda seed: dataclasses.replace(
         config, train=dataclasses.replace(config.train, seed=seed)
     )
@@ -133,8 +133,8 @@ def train_all(trials: list[Trial], train: Callable, first: int = 1, total: int |
     Args:
       trials: the trials, in the order in which they train.
       train: `training.trainer.train`, or a function with the same arguments.
-      first: the number of the first trial in the printed lines.
-      total: the total number of trials in the printed lines; None means the number of `trials`.
+      first: the number to print for the first trial.
+      total: the total number of trials to print; None means the number of `trials`.
 
     Returns:
       None, or the program's exit code if a signal stopped a run. In that case, the command that
@@ -152,7 +152,7 @@ def train_all(trials: list[Trial], train: Callable, first: int = 1, total: int |
 
 
 def train_in_processes(trials: list[Trial], jobs: int) -> int | None:
-    """Train each trial in a separate process, `jobs` at a time, each on its share of the cores.
+    """Train each trial in its own process, `jobs` at a time. They share the cores equally.
 
     Each process runs this program with --only=<label> and --jobs=1. Its stderr is forwarded
     immediately.

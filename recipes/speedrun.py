@@ -4,11 +4,11 @@
     python -m recipes.speedrun --track=cpu --text=django-5.2.8-py3-none-any.whl \\
         --presets=gpt2-tiny,rmt-tiny --seeds=0,1,2 --workdir=runs/speedrun
 
-Each preset trains in <workdir>/<preset>/seed-<n>, and a run stops at the first evaluation that
-reaches the loss. An interrupted command resumes when it is repeated. --list prints the tracks, and
-docs/guides/speedrun.md has the rules. The flags of recipes.train apply to all entries, but cannot
-change what the track fixes. The command writes speedrun.json, with every run, and the table
-speedrun.md.
+A track fixes the text, the loss and the machine. --list prints the tracks, and
+docs/guides/speedrun.md has the rules. Each preset trains in <workdir>/<preset>/seed-<n>. A run
+stops at the first evaluation that reaches the loss. An interrupted command resumes when it is
+repeated. The flags of recipes.train apply to all presets, but cannot change what the track fixes.
+The command writes speedrun.json, with every run, and the table speedrun.md.
 """
 
 import dataclasses

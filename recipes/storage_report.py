@@ -3,15 +3,15 @@
     python -m recipes.storage_report --folder=/mnt/disk/scratch --gigabytes=1 --output=reports
     python -m recipes.storage_report --store=/mnt/disk/books
 
-The state is a set of random float32 arrays, whose values are distributed like weights. It is saved
-and restored in turn by `Checkpointer` and by Orbax's CheckpointManager, each with and without
-compression. Each measurement starts a save, waits until it is finished, and restores the state into
-new arrays, which must equal the saved ones bit for bit. The tables show medians over --rounds. For
-a folder on gs://, only `Checkpointer` is measured. Files that have just been written may be read
-from the page cache. The command writes a table, JSON and a picture to --output.
+The state is a set of random float32 arrays, whose values are distributed like weights.
+`Checkpointer` and Orbax's CheckpointManager save and restore it in turn, each with and without
+compression. Each measurement saves the state, waits until the save is finished, and restores it
+into new arrays, which must equal the saved ones bit for bit. The tables show medians over --rounds.
+On gs://, only `Checkpointer` is measured. Restored files may come from the page cache. The command
+writes a table, JSON and a picture to --output.
 
-With --store, the command measures how fast random windows of a token store are read, and how long a
-train step that processes a million tokens per second waits for them.
+With --store, the command measures how fast random windows of a token store are read. It also
+measures how long train steps wait for them, at a million tokens per second.
 """
 
 import contextlib
@@ -147,7 +147,7 @@ def _import_orbax() -> Any:
         raise UsageError(
             "Orbax is not installed; pip install orbax-checkpoint, or give --noorbax"
         ) from None
-    # Importing Orbax raises the verbosity of absl's logging, and Orbax logs many messages.
+    # Orbax logs many messages, and its import raises the verbosity of absl's logging.
     logging.set_verbosity(logging.WARNING)
     return orbax.checkpoint
 

@@ -4,18 +4,22 @@
       --sweep=train.optimizer.learning_rate=log:1e-3..1e-1:5 --workdir=runs/sweep \\
       --variant="x1" --variant="x2 model.attention.num_heads=8 model.feed_forward.hidden_dim=1024"
 
---sweep, which can be repeated, is a config path with a list of values (1e-3,1e-2) or a range
-(log:1e-4..1e-1:7, linear:0..0.2:5); the last number of a range is the number of points in a grid.
+--sweep can be repeated. It is a config path with a list of values (1e-3,1e-2) or a range
+(log:1e-4..1e-1:7, linear:0..0.2:5). The last number of a range is its number of points in a grid.
 Each --variant has a name and config changes, and is searched separately. In muP, the first variant
-is the base of the others, unless a base is given. Each trial is a run in the folder
-<workdir>/<variant>/<values>, which contains seed-<n> folders if there are several seeds. With
-successive halving, each rung is a separate run with a complete schedule. An interrupted command
-resumes when it is repeated. A run that diverges is reported, and ranks last.
+is the base of the others, unless a base is given.
 
-The command writes sweep.md (with every point, and the loss of each variant at the first variant's
-best point), sweep.json and sweep.png. With --coordinates, no search is run. Instead, each variant
-trains for a few steps on one random batch, and coordinates.md, .json and .png show how its
-activations change with width. For muP, the standard parametrisation is shown too.
+Each trial is a run in the folder <workdir>/<variant>/<values>. The folder contains seed-<n> folders
+if there are several seeds. With successive halving, each rung is a separate run with a complete
+schedule. An interrupted command resumes when it is repeated. A run that diverges is reported, and
+ranks last.
+
+The command writes sweep.md, sweep.json and sweep.png. sweep.md has every point, and the loss of
+each variant at the first variant's best point.
+
+With --coordinates, no search is run. Each variant trains for a few steps on one random batch. Then
+coordinates.md, .json and .png show how activations change with width. For muP, the standard
+parametrisation is shown too.
 """
 
 import dataclasses
@@ -86,14 +90,14 @@ def main() -> int:
 def _base_run(folder: Folder) -> RunConfig:
     """Return the run config that the flags describe.
 
-    If only --init_from selects the model, its folder is read even if a trial has stored a config.
+    If --init_from alone selects the model, its folder must exist even after trials have started.
     """
     if flags.FLAGS.init_from and not (flags.FLAGS.preset or flags.FLAGS.config):
         return common.selected_config()[1]
     return common.selected_config(several.stored_config_within(folder))[1]
 
 
-# Variants --------------------------------------------------------------------------------------
+# Reading the variants --------------------------------------------------------------------------
 
 
 def _variants(config: RunConfig) -> dict[str, RunConfig]:
@@ -128,8 +132,8 @@ def _base(
 ) -> dict[str, Any]:
     """Return the config change that makes the first variant the base model of muP.
 
-    The base has the first variant's value for every model field that some variant changes. There is
-    no change if the parametrisation is not muP, or if the config sets a base.
+    The base gets the first variant's values of all model fields that any variant changes. Nothing
+    is changed if the parametrisation is not muP, or if the config sets a base.
     """
     parametrization = config.model.parametrization
     if not isinstance(parametrization, MuP) or parametrization.base:
@@ -150,7 +154,7 @@ def _changed(config: RunConfig, changes: dict[str, Any], flag: str) -> RunConfig
         raise UsageError(f"{flag} is not legal: {error}") from None
 
 
-# The sweep -------------------------------------------------------------------------------------
+# Searching over values -------------------------------------------------------------------------
 
 
 class _Sweep:
@@ -272,7 +276,7 @@ def _check_sets(swept: list[str], seeds: list[int] | None) -> None:
             several.check_sets(flag, path, f"--variant={name} ", changes)
 
 
-# Coordinates -----------------------------------------------------------------------------------
+# Checking coordinates --------------------------------------------------------------------------
 
 
 def _check_coordinates(variants: dict[str, RunConfig], folder: Folder) -> int:

@@ -1,4 +1,4 @@
-"""Config changes that follow from the flags that name a run's text.
+"""Config changes that must be made if flags set the text of a run.
 
 This module does not import jax, because the import is slow.
 """
@@ -11,11 +11,11 @@ from rmt_tpu.errors import UsageError
 
 
 def text_changes(changes: Mapping[str, Any], flag_names: Mapping[str, str]) -> dict[str, Any]:
-    """Return the additional config changes that are needed if flags change the text of a run.
+    """Return the further config changes that are needed if flags set the text of a run.
 
-    A mixture is parsed from its form on the command line. If no flag sets the tokenizer, it becomes
-    that of the token store, or of the first token store in a mixture. A text that is given without
-    a mixture replaces an earlier mixture.
+    A mixture is parsed from its form on the command line. If no flag sets the tokenizer, the run
+    gets the tokenizer of the token store, or of the first store in a mixture. If flags set a text
+    and no mixture, the config's mixture is removed.
 
     Args:
       changes: the config changes of the flags, by config path.

@@ -7,10 +7,9 @@ command on each host: see docs/guides/pods.md. The run folder is a local path or
 It contains config.json, metrics.jsonl, checkpoints/, plots/loss.png, samples.txt and:
 
 - starts.jsonl: the command, versions and commit of each start.
-- kernel_blocks.json: the block sizes of the run's kernels, which stay the same even if the tables
-  of block sizes change.
-- kernels.json: the ops that use plain JAX because one of their kernels gives wrong results on a
-  device.
+- kernel_blocks.json: the block sizes of the run's kernels, which later changes of the tables do not
+  affect.
+- kernels.json: the ops that use plain JAX, because a kernel's results are wrong on a device.
 - tensorboard/: the values for TensorBoard, if tensorboardX is installed.
 """
 
@@ -55,7 +54,7 @@ _CHECK_KERNELS = flags.DEFINE_enum(
 common.define_run_flags()
 members.define_distributed_flags()
 
-# The event is set when this process has connected to other processes.
+# Set once this process has connected to other processes.
 _is_distributed = threading.Event()
 
 

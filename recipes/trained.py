@@ -107,8 +107,8 @@ def check_rows(flag: str, rows: int) -> None:
 def names(workdirs: list[Folder]) -> list[str]:
     """Return short, unique names for run folders.
 
-    A name is the last component of the path, preceded by parent components if they are needed to
-    make it unique, for example if two presets each have a folder seed-0.
+    A name is the last part of the path. If several paths have the same last part, like seed-0, the
+    parts before it are added.
     """
     names = [w.name for w in workdirs]
     if len(set(names)) == len(names):

@@ -11,8 +11,7 @@ __version__ = "0.1.0"  # setup.py reads the version from this line.
 
 __all__ = ["Decoder", "load", "preset", "presets"]
 
-# These names are imported on first use, so that a command that only reports an illegal flag does
-# not load jax.
+# These names are imported on first use, because the import of jax is slow.
 _LAZY = {"Decoder": "rmt_tpu.decoder", "load": "rmt_tpu.runs.loading"}
 
 

@@ -36,13 +36,13 @@ class AttentionForm:
 def attention_forms(
     model: cfg.ModelConfig, target: Target, length: int, segments: bool = True
 ) -> tuple[AttentionForm, ...]:
-    """Return the implementation of each kind of softmax attention in a model, in order of depth.
+    """Return the implementation of each kind of softmax attention in a model, by depth.
 
     Args:
       model: the model; its compute dtype "auto" counts as bfloat16, as on an accelerator.
       target: the device.
       length: the number of tokens per sequence, or, for a prompt, the number of keys.
-      segments: whether attention gets segment ids, which separate the documents of a sequence or
+      segments: whether attention gets segment ids. They separate the documents of a sequence, or
         mark unused cache entries.
     """
     name, kernel = _KERNELS[target.platform]

@@ -1,7 +1,7 @@
 """Tuning of kernels: a search for the fastest block sizes of each kernel.
 
-A candidate is one choice of a kernel's block sizes. All candidates that were tried are logged. The
-best one goes into a table, in which programs look up their block sizes.
+A candidate is one choice of a kernel's block sizes. Every candidate is logged. The best one is
+written to a table, from which programs read their block sizes.
 """
 
 import contextlib
@@ -33,7 +33,7 @@ class TuningOutcome(NamedTuple):
       result: the result of the search, or None if the kernel was skipped.
       entry: the kernel's entry in the table, from this search or an earlier one. None means that
         programs use the block sizes that the default rule computes.
-      note: why the kernel was skipped, or that its entry comes from an earlier search.
+      note: a message if the kernel was skipped, or if its entry comes from an earlier search.
     """
 
     problem: Problem
@@ -117,7 +117,7 @@ class Tuner:
     def _table_entry(self, problem: Problem) -> tuned.Entry | None:
         """Return the table's entry for the current version of the problem's kernel, or None.
 
-        If candidates can be timed, the result is also None for an entry that was only estimated.
+        If candidates can be timed, an estimated entry does not count.
         """
         identity = problem.entry(problem.default(), "heuristic").identity
         for entry in kernel_tables.read(self.out).entries:
@@ -212,10 +212,9 @@ class TrialLog:
             self._folder.delete(self.name)
 
     def known(self, problem: Problem) -> dict[tuned.Blocks, Trial]:
-        """Return a kernel's logged trials that used its current version and the current compiler.
+        """Return a kernel's logged trials with its current version and the current compiler.
 
-        Times that were measured on a device are left out, because they are comparable only with
-        other times of the same run.
+        Measured times are left out, because they are comparable only within one run.
         """
         head, found = _head(problem), {}
         for line in self._lines:
