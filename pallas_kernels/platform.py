@@ -51,8 +51,8 @@ def choose(
       portable: the function that is used on all other platforms.
       args: arrays, or trees of arrays.
       refused: maps a platform to the reason why its kernel does not support this call, or to None
-        if the kernel supports it. If there is a reason and the call is lowered for that platform,
-        `portable` is used and a warning gives the reason.
+        if the kernel supports it. If the call is lowered for a platform with a reason, `portable`
+        is used and a warning gives the reason.
     """
     refused = {platform: why for platform, why in refused.items() if why is not None}
     if (only := only_platform()) in kernels and only not in refused:
@@ -404,7 +404,7 @@ _only_p = _identity("kernel_platform")
 
 
 def only_on(platform: Platform, implementation: str, x: Any) -> Any:
-    """Return `x`, in a form that a program can use only if it is lowered for `platform`.
+    """Return `x`; a program that uses the result can be lowered only for `platform`.
 
     The returned array cannot be differentiated.
 
@@ -468,7 +468,7 @@ def _run_kernel(*args, jaxpr, platform):
 def _for_one(platform: Platform, kernel: Callable[..., Any], *args: Any) -> Any:
     """Run `kernel(*args)` as a call that is lowered only for `platform`.
 
-    The call is for the branch of `jax.lax.platform_dependent` that runs on that platform.
+    Use it in the branch of `jax.lax.platform_dependent` for that platform.
     """
     leaves, tree = jax.tree.flatten(args)
     flat = lambda *leaves: kernel(*tree.unflatten(leaves))

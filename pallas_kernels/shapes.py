@@ -138,7 +138,7 @@ RMT_305M = KeyVector(64, 64, 16, 48)
 RMT_LARGE = KeyVector(256, 64, 16, 48)
 
 GPT2_160M, GPT2_405M, KIMI_48B = Heads(12, 64), Heads(16, 64), Heads(32, 128)
-GEMMA2_2B = Heads(8, 256)  # with four key heads, windows of 4096 and caps of 50
+GEMMA2_2B = Heads(8, 256)  # It has four key heads, windows of 4096 and logits capped at 50.
 
 # The first three sizes are for a single site (a place that attends over earlier outputs). Two of
 # them attend over all blocks, at two widths, and one attends over all sublayers. The last size is

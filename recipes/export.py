@@ -5,7 +5,7 @@
 The folder gets config.json and safetensors files. The format supports models with RMSNorm, RoPE,
 SwiGLU and the ordinary additive residual (`llama-...` presets), and a few more kinds. For any other
 model, the command stops with an error that names the unsupported config field. Other programs can
-load the folder, and so can the recipes train, generate and evaluate, with --init_from.
+load the folder. The recipes train, generate and evaluate load it with --init_from.
 
 With --kind=rmt_tpu, any model can be exported, for example one with a different residual. The
 folder then also has PyTorch code, which the transformers library uses to load the model.

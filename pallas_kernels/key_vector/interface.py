@@ -89,7 +89,7 @@ class Statistics(NamedTuple):
 
     @classmethod
     def of(cls, mean: Float[Array, "B N"], rstd: Float[Array, "B N"]) -> "Statistics":
-        """Return the statistics with the given means and reciprocal standard deviations."""
+        """Return the statistics with these means and reciprocal standard deviations."""
         return cls(jnp.stack([mean, rstd], axis=1))
 
     @property

@@ -363,9 +363,8 @@ def _statistics(call, sums, shift):
     variance = jnp.maximum(spread, 0) * call.unit**2
     rstd = jax.lax.rsqrt(variance + call.epsilon)
     if call.integer:
-        # A NaN fails both comparisons. The variance cannot be used to detect it, because
-        # `jnp.maximum` may have removed the NaN: on some chips, the maximum of NaN and a number is
-        # not NaN.
+        # A NaN fails both comparisons. The variance does not show a NaN, because on some chips the
+        # maximum of NaN and a number is this number.
         valid = spread >= LEAST_STEPS**2 if call.scale else spread > -jnp.inf
         if len(sums) > 2:
             valid &= sums[2] == 0

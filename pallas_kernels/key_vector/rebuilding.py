@@ -58,9 +58,9 @@ def store_backward(
 ) -> tuple[Float[Array, "R K"], Float[Array, "b N R V"]]:
     """Return the cotangents of a store's keys and data.
 
-    With w the keys, y the data and dX the cotangent `d_stored` of the stored residual, they are
-    `dw = sum y dX^T` (summed over tokens) and `dy = w dX`. The cotangent of the residual before the
-    store is dX itself.
+    Let w be the keys, y the data and dX the cotangent `d_stored` of the stored residual. The
+    results are `dw = sum y dX^T`, summed over tokens, and `dy = w dX`. The cotangent of the
+    residual before the store is dX itself.
     """
     call = KeyVectorCall("layernorm", 0.0, implementation, None, key_axis)
     call = calls.check(call, SiteOperands(d_stored, store_keys, data), reads=False)

@@ -151,8 +151,8 @@ def default_blocks(
 
     A thread of a forward kernel keeps 32 elements of a tile in registers. A thread of a backward
     kernel keeps only 16, because it also keeps sums and cotangents. A forward grid has up to 1056
-    programs, which is several per multiprocessor: current GPUs have up to about 150. A backward
-    grid has up to 264, because every program writes its own sums of parameter gradients to memory.
+    programs, several for each of a GPU's up to 150 multiprocessors. A backward grid has up to 264
+    programs, because each writes its own sums of parameter gradients to memory.
     """
     columns, narrow = padded(V), jnp.dtype(dtype) == jnp.bfloat16
     backward_ = kernel.startswith("key_vector_backward")

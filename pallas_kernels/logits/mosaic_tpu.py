@@ -1,13 +1,13 @@
 """Logits on TPUs: a matrix product that accumulates the log-sum-exp while it writes the logits.
 
 The outer grid axis runs over blocks of tokens and the inner one over blocks of the vocabulary. Each
-of the 128 lanes keeps a running maximum and sum over its own columns (online softmax). Therefore
-lanes are combined only once, after the last block, and no logits are read again.
+of the 128 lanes keeps a running maximum and sum over its own columns (online softmax). The lanes
+are combined only once, after the last block, and no logits are read again.
 
 For T tokens of width W in bfloat16 and a vocabulary of V, the kernel takes `2 T W V` FLOPs, writes
-`4 T V` bytes and reads `2 (T + V ceil(T / block tokens)) W` bytes. For T = 8192 (in four calls),
-W = 1024 and V = 50257, the arithmetic takes at least 4.3 ms and the memory transfers at least 2.5
-ms on v5e (197 TFLOP/s, 819 GB/s), and 0.9 ms and 1.3 ms on v6e (918 TFLOP/s, 1640 GB/s).
+`4 T V` bytes and reads `2 (T + V ceil(T / block tokens)) W` bytes. Lower bounds for T = 8192 (in
+four calls), W = 1024 and V = 50257: on v5e (197 TFLOP/s, 819 GB/s), the arithmetic takes 4.3 ms and
+the memory transfers take 2.5 ms. On v6e (918 TFLOP/s, 1640 GB/s), they take 0.9 ms and 1.3 ms.
 """
 
 import functools
@@ -29,7 +29,7 @@ _COLUMNS, _OF_X, _OF_MATRIX, _OF_LOGITS, _OF_ROWS = 1024, 4, 32, 16, 2
 # `_WIDEST`: maximum width of x; a wider matrix leaves no room in VMEM for a block of its columns.
 # `_LEAST`: minimum number of logits for which the kernel is faster than XLA.
 _WIDEST, _LEAST = 8192, 2**20
-# A finite stand-in for -inf, below any logit; its difference from any logit is finite.
+# A finite number below any logit, used in place of -inf so that differences are finite.
 _NONE = -1e38
 
 
