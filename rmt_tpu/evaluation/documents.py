@@ -96,7 +96,7 @@ def read_task(
 def available_tasks(names: Iterable[str], data_dir: str, flag: str = "data_dir") -> list[str]:
     """Return the given tasks for which a folder has a data file.
 
-    The folder "hub", which stands for the Hugging Face hub, has data for all tasks.
+    If `data_dir` is "hub", it means the Hugging Face hub, which has data for all tasks.
 
     Raises:
       UsageError: the folder has data for none of the tasks.
@@ -139,8 +139,7 @@ def _from_hub(task: Task) -> Iterator[tuple[str, Mapping[str, Any]]]:
     path, name, split = task.hub
     try:
         dataset = datasets.load_dataset(path, name, split=split)
-    # Catch all errors, because several libraries raise their own if there is no network, no such
-    # dataset or no permission.
+    # Catch all errors, because several libraries raise their own, for example without a network.
     except Exception as error:
         raise RunError(
             f"--data_dir={HUB}: {path} cannot be loaded: {one_line(error)[:200]}; a folder of "
@@ -178,7 +177,7 @@ def read_texts(source: str, tokenizer: data.Tokenizer) -> Source:
     return Source("text", "text", [whole_text(text) for text in texts], digest)
 
 
-# Requests ------------------------------------------------------------------------------------
+# Making requests -----------------------------------------------------------------------------
 
 
 class SourceRequests(NamedTuple):
@@ -211,8 +210,8 @@ def ask(
       source: the documents.
       tokenizer: the tokenizer of the model.
       max_length: the maximum number of tokens that the model reads at a time.
-      stride: the number of tokens that each window over a text scores, except the first window,
-        which scores all its tokens. The rest of a window is context. None means `max_length`.
+      stride: the number of tokens that each window over a text scores. The rest of a window is
+        context. The first window scores all its tokens. None means `max_length`.
 
     Raises:
       UsageError: a text cannot be encoded.
@@ -258,7 +257,7 @@ def _strip_context(context: str, continuation: str) -> tuple[str, str]:
 
 
 def rolling(tokens: np.ndarray, max_length: int, stride: int) -> Iterator[Request]:
-    """Yield windows over a text such that each token but the first is scored exactly once.
+    """Yield windows over a text. Each token except the first is scored exactly once.
 
     Each window has at most `max_length` input tokens. The first window scores all its tokens. Each
     later window scores the next `stride` tokens, after as many tokens of context as fit. With a
@@ -274,7 +273,7 @@ def rolling(tokens: np.ndarray, max_length: int, stride: int) -> Iterator[Reques
         yield Request(tokens[start : stop - scored], tokens[stop - scored : stop])
 
 
-# Results -------------------------------------------------------------------------------------
+# Computing metrics from answers --------------------------------------------------------------
 
 
 class Total(NamedTuple):

@@ -9,7 +9,7 @@ from rmt_tpu.generation import Sampling
 SAMPLED = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed")
 # Names of arguments that are used in addition to SAMPLED.
 _READ = ("until", "max_gen_toks", "do_sample")
-# Unsupported arguments, and the only value that each of them may have; this value has no effect.
+# Unsupported arguments. Each of them may only have the value given here, which has no effect.
 _NEUTRAL = {"num_beams": 1, "num_return_sequences": 1, "use_cache": True, "length_penalty": 1.0}
 
 
@@ -22,8 +22,7 @@ def request_sampling(arguments: Mapping[str, Any], ordinal: int) -> Sampling:
         different texts.
 
     Raises:
-      UsageError: an argument is unknown or has an illegal value; the message has its name, its
-        value and what is legal.
+      UsageError: an argument is unknown or has an illegal value.
     """
     for name, value in arguments.items():
         known = name in _READ or name in SAMPLED

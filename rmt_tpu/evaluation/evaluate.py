@@ -33,8 +33,8 @@ class Subject(NamedTuple):
       name: the model's name in tables.
       scorer: the scorer that answers requests.
       tokenizer: the tokenizer of the model.
-      identity: JSON values that identify the model and its settings. Stored answers are used again
-        only if they have the same identity.
+      identity: JSON values that identify the model and its settings. A stored answer is used only
+        if its identity is the same.
       folder: the folder in which answers are stored.
       decoder: the model's decoder, with matrices cast to the dtype in which it computes; None if
         the model has no decoder.
@@ -57,12 +57,12 @@ class Result:
       metrics: the metrics of the source.
       identity: the identity of the model (see `Subject`) and, for texts, the stride.
       requests: the number of requests of the source.
-      cut: the number of requests whose context was too long, so that its beginning was removed.
+      cut: the number of requests whose context was too long and lost its beginning.
       tokens: the number of scored tokens.
       answered: the number of requests that this call answered; the others had stored answers.
-      seconds: this source's share of the time that the call spent on answering requests.
-      by_position: for texts, an array [2, positions] with the sum of nats and the number of tokens
-        for each position in a window; None for tasks.
+      seconds: this source's share of the time that the call spent on answers.
+      by_position: for texts, an array [2, positions]. It has the sum of nats and the number of
+        tokens for each position in a window. None for tasks.
     """
 
     source: Source
@@ -97,7 +97,7 @@ class Result:
 def evaluate(
     subject: Subject, sources: Iterable[Source], stride: int | None = None
 ) -> list[Result]:
-    """Evaluate a model on sources, and compute only the answers that are not stored yet.
+    """Evaluate a model on sources. Only answers that are not stored yet are computed.
 
     Args:
       subject: the model.
@@ -133,8 +133,7 @@ class _PendingSource:
     """A source that is being evaluated, and its answers so far.
 
     Attributes:
-      lines: the answers as JSON objects, by request number; each answer is in the source's file or
-        will be written there.
+      lines: maps the number of a request to its answer, as a JSON object.
       unanswered: the numbers of the requests for which the file had no answer at the start.
       seconds: the number of seconds spent on computing answers.
     """
@@ -166,7 +165,7 @@ class _PendingSource:
     def flush(self) -> None:
         """Append all new lines to the file in a single write.
 
-        On gs://, each write creates a separate object, so that many small writes would be slow.
+        Many small writes to gs:// would be slow, because each write creates a separate object.
         """
         if self._new:
             self._output.add(*self._new)

@@ -39,10 +39,9 @@ _LOG = logging.getLogger("rmt_tpu")
 class RmtTpu(TemplateLM):
     """A trained model that lm-eval can evaluate, from Python or from its command line.
 
-    A model from a run folder gets the start tokens that it had in training: usually BOS before each
-    text. A model in the Hugging Face hub's format gets a start token only if its tokenizer adds
-    one. Each answer is added to lm-eval's cache as soon as it is computed. With `use_cache`, an
-    interrupted evaluation can therefore be resumed.
+    A model from a run folder gets the start token that it had in training, usually BOS. A model in
+    the Hugging Face hub's format gets a start token only if its tokenizer adds one. Each answer is
+    added to lm-eval's cache at once, so `use_cache` can resume an interrupted evaluation.
 
     Args:
       workdir: a run folder of `recipes.train`, local or gs://, or a folder in the hub's format.
@@ -114,7 +113,7 @@ class RmtTpu(TemplateLM):
 
     @property
     def tokenizer_name(self) -> str:
-        """The tokenizer's fingerprint, by which lm-eval distinguishes cached prompts."""
+        """The tokenizer's fingerprint; lm-eval uses it in the keys of cached prompts."""
         return self._tokenizer.fingerprint()
 
     def tok_encode(
@@ -256,8 +255,8 @@ class RmtTpu(TemplateLM):
     def generate_until(self, requests: list, disable_tqdm: bool = False) -> list[str]:
         """Generate a text for each prompt, and cut it before the first stop string.
 
-        Each request's index is added to the `seed` in its arguments, so that repeated requests get
-        different texts.
+        The seed of a request is the `seed` in its arguments plus its index. Repeated requests
+        therefore get different texts.
 
         Raises:
           UsageError: a request has an unsupported argument.
@@ -285,8 +284,7 @@ class RmtTpu(TemplateLM):
     def _prompt(self, text: str, new_tokens: int) -> np.ndarray:
         """Return a prompt's tokens; cut off its beginning if the generated text would not fit.
 
-        This cut may be necessary only for a model with learned positions, which has a maximum
-        length.
+        Only a model with learned positions has a maximum length.
         """
         learned = self._decoder.config.learned_positions
         tokens = self.tok_encode(text)
@@ -298,8 +296,7 @@ class RmtTpu(TemplateLM):
 def cache_path(path: str, workdir: str, step: int | None = None, **options: Any) -> str:
     """Return a path for lm-eval's argument `use_cache` that is unique to the model.
 
-    The keys in lm-eval's cache contain texts but not the model, so each model needs its own cache
-    file.
+    Each model needs its own cache file, because the keys in lm-eval's cache do not name the model.
 
     Args:
       path: the prefix of the path, to which the checkpoint's identity is appended.
@@ -348,7 +345,7 @@ def write_tasks(sources: list[Source], folder: Path) -> None:
 
 
 def _in_fields(source: Source) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """Return a task's data lines, and the task file's fields that describe these lines."""
+    """Return a task's lines of data, and the fields of the task file that describe the lines."""
     metrics = lambda *names: {
         "metric_list": [
             {
@@ -370,7 +367,7 @@ def _in_fields(source: Source) -> tuple[list[dict[str, Any]], dict[str, Any]]:
             "doc_to_target": "word",
             **metrics("perplexity", "acc"),
         }
-    # In a task without choice lengths, such as WinoGrande, several contexts share one continuation.
+    # In a task without choice lengths, such as WinoGrande, all choices have the same continuation.
     if not source.documents[0].lengths:
         lines = [
             {"beginnings": [b for b, _ in d.pairs], "ending": d.pairs[0][1][1:], "gold": d.gold}

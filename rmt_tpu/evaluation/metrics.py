@@ -12,15 +12,15 @@ Display = Literal["share", "perplexity", "bits"]
 
 @dataclass(frozen=True)
 class Metric:
-    """A ratio of sums over documents, `rate = sum(total) / sum(weight)`, and how it is reported.
+    """A metric `rate = sum(total) / sum(weight)`, with sums over documents.
 
     Attributes:
       name: the name of the metric in lm-evaluation-harness.
       unit: the unit of the denominator, such as "word" or "byte".
       display: how the rate is reported: "share" reports the rate unchanged, "perplexity" reports
         exp(rate) of a rate in nats, and "bits" reports rate / ln 2.
-      total: the numerator's term for each document.
-      weight: the denominator's term for each document; all ones for a mean over documents.
+      total: each document's term in the numerator.
+      weight: each document's term in the denominator; 1 for a mean over documents.
     """
 
     name: str
@@ -53,7 +53,7 @@ class Metric:
     def error(self) -> float | None:
         """The standard error of the value over randomly drawn documents; None for one document.
 
-        The error is exact for a mean over documents, and correct to first order for other ratios.
+        The error is exact for a mean over documents, and a first-order approximation otherwise.
         """
         error = _error(self.influence)
         if error is None:

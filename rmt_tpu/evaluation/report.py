@@ -19,8 +19,8 @@ def write_report(results: Mapping[str, list[Result]], folder: Folder) -> str:
     """Write evaluation.json, evaluation.md and plots/evaluation.png, and return the table.
 
     Args:
-      results: the results by model name. The first model is compared with each of the others; all
-        models have results for the same sources.
+      results: the results by model name. All models must have results for the same sources. The
+        first model is compared with each of the others.
       folder: the folder that the files are written to.
     """
     first, *others = results
@@ -94,8 +94,7 @@ def comparison(
 
 def _differences(a: Result, b: Result) -> list[tuple[Metric, Metric, Difference]]:
     pairs = zip(a.metrics, b.metrics, strict=True)
-    # Leave out metrics per token if the models have different tokenizers, whose tokens differ in
-    # length.
+    # Metrics per token cannot be compared if the models have different tokenizers.
     same_tokenizer = a.identity["tokenizer"] == b.identity["tokenizer"]
     return [(a, b, difference(a, b)) for a, b in pairs if same_tokenizer or a.unit != "token"]
 
@@ -133,7 +132,7 @@ def _paper(result: Result, metric: Metric) -> str:
     return ", ".join(f"{100 * x:.1f}%" if share else f"{x:.2f}" for x in printed)
 
 
-# The plot ---------------------------------------------------------------------------------
+# Drawing the plot -------------------------------------------------------------------------
 
 
 def _draw(results: Mapping[str, list[Result]], folder: Folder) -> None:
@@ -208,7 +207,7 @@ def by_position(sums: np.ndarray) -> tuple[list[float], list[float]]:
     """Return nats per token as a function of a token's position in its window.
 
     The position of a token is the number of tokens that precede it. Positions are grouped into
-    ranges whose bounds grow by a factor of sqrt(2).
+    ranges. Each bound of a range is about sqrt(2) times the previous one.
 
     Args:
       sums: [2, positions]: sums of nats and numbers of tokens.

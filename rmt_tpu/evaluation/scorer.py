@@ -66,13 +66,13 @@ class Scorer(NamedTuple):
     """A model that answers requests in batches.
 
     Attributes:
-      scores: a function that computes, on the devices, the scores of the targets of rows. Rows and
-        targets have the shape [batch, seq].
+      scores: a function that computes the scores of targets on the devices. Its arguments are rows
+        and their targets, both [batch, seq].
       max_length: the maximum number of tokens that the model reads per row.
       rows: a number that must divide the number of rows in a batch.
       tokens: a number that must divide the number of tokens in a row.
       batch_tokens: the approximate number of tokens per batch.
-      vocab_size: the number of token ids that the model has embeddings for; None allows all ids.
+      vocab_size: the number of embeddings, which limits the token ids; None allows all ids.
     """
 
     scores: Callable[[Any, Any], TokenScores]
@@ -86,8 +86,8 @@ class Scorer(NamedTuple):
     def of(cls, decoder: Decoder, max_length: int, batch_tokens: int = BATCH_TOKENS) -> "Scorer":
         """Return a scorer that runs a decoder on the devices that store its parameters.
 
-        The limit on the number of tokens per expert is removed. Otherwise experts could drop
-        tokens, and an answer would depend on the other requests in its batch.
+        Experts get no limit on their number of tokens. Otherwise they could drop tokens, and an
+        answer would depend on the other requests in its batch.
 
         Raises:
           UsageError: the model has fewer than `max_length` learned positions.
@@ -132,9 +132,9 @@ class Scorer(NamedTuple):
     def answers(self, requests: Sequence[Request]) -> Iterator[dict[int, Answer]]:
         """Yield the answers batch by batch, starting with the longest requests.
 
-        Each yielded item maps the indices of a batch's requests to their answers. If a request is
-        longer than `max_length`, the beginning of its context is cut off; `check` raises an error
-        if a continuation alone is too long.
+        Each yielded dict maps the indices of requests to their answers. If a request is longer than
+        `max_length`, the beginning of its context is cut off. `check` finds continuations that are
+        too long.
 
         Raises:
           UsageError: the model has no embedding for a token.
@@ -176,8 +176,8 @@ class Scorer(NamedTuple):
     def _size(self, length: int) -> int:
         """Return the length to which a row of `length` tokens is padded.
 
-        The result is a power of two or 3/4 of a power of two, rounded up to a multiple of `tokens`,
-        and at most `max_length`.
+        The result is 2^n or 3/4 * 2^n, rounded up to a multiple of `tokens`. It is at most
+        `max_length`.
         """
         size = max(_MIN_ROW, 1 << (length - 1).bit_length())
         if length <= size * 3 // 4 and size > _MIN_ROW:
@@ -226,9 +226,9 @@ def fingerprint(decoder: Decoder) -> str:
 
 
 def _digest(x: jax.Array) -> jax.Array:
-    """Return the sum of the array's bits modulo 2^32, each element weighted by its index.
+    """Return a checksum of an array: the sum of its elements' bits, weighted by index, modulo 2^32.
 
-    The sum does not depend on the order of additions.
+    The checksum does not depend on the order of additions.
     """
     bits = jax.lax.bitcast_convert_type(x, f"uint{8 * x.dtype.itemsize}").astype(jnp.uint32)
     index = jnp.zeros(x.shape, jnp.uint32)

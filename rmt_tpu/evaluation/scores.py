@@ -13,8 +13,8 @@ from rmt_tpu.decoder import Decoder
 from rmt_tpu.execution import kernels
 from rmt_tpu.layers.data_vectors import concatenate
 
-# Maximum number of logits in memory at a time (2^25 float32 logits are 128 MiB), and minimum number
-# of tokens in a chunk whose logits are computed together.
+# Logits are computed for one chunk of tokens at a time. _LOGITS: the maximum number of logits in
+# memory (128 MiB in float32). _MIN_CHUNK: the minimum number of tokens in a chunk.
 _LOGITS, _MIN_CHUNK = 2**25, 64
 
 # The target that marks a position as not scored.
@@ -39,8 +39,7 @@ class TokenScores(NamedTuple):
 def dropless(model: cfg.ModelConfig) -> cfg.ModelConfig:
     """Return the model's config without a limit on the number of tokens per expert.
 
-    Without this limit (the capacity), experts drop no tokens, so that the scores of a row do not
-    depend on the other rows.
+    Experts then drop no tokens, and the scores of a row do not depend on the other rows.
     """
 
     def free(core: cfg.Core) -> cfg.Core:
@@ -59,9 +58,8 @@ def token_scores(
 ) -> TokenScores:
     """Return the log-probability of each target, given the tokens of its row up to its position.
 
-    Logits are computed only at positions with a target, for a chunk of tokens at a time, and with
-    at least float32 precision. Attention is causal, so padding at the end of a row does not affect
-    its scores.
+    Logits are computed only at positions with a target. Their dtype is at least float32. Padding at
+    the end of a row does not affect scores, because attention is causal.
 
     In per-device code (see `sharding.per_device`), the result covers only this device's tokens.
     With a `schedule` of pipeline stages, it covers only this stage's part of the rows.

@@ -44,8 +44,7 @@ def run_subject(
       mesh: see `rmt_tpu.load`.
       max_length: the maximum number of tokens that the model reads at a time; None means the
         training length.
-      batch_tokens: the approximate number of tokens per batch, for each of the devices over which
-        rows are sharded.
+      batch_tokens: the approximate number of tokens per batch on each device that has its own rows.
 
     Raises:
       ArgumentError: there is no run in the folder, or no such step.
@@ -110,7 +109,7 @@ def unigram(workdir: Location, subject: Subject) -> Subject:
 
 
 def _input_identity(tokenizer: Tokenizer, scorer: Scorer) -> dict[str, object]:
-    """Return the settings that affect a model's answers in addition to its weights, for the cache.
+    """Return the settings that affect a model's answers, except its weights.
 
     They are the tokenizer, the sequence length, the batch size and this package's version.
     """

@@ -21,8 +21,8 @@ class Document(NamedTuple):
     Attributes:
       pairs: the (context, continuation) of each scoring request; ("", text) for a text.
       gold: the index of the pair with the right answer.
-      lengths: the lengths of the choices in characters, by which the metric `acc_norm` divides
-        log-probabilities; () if the task does not have this metric.
+      lengths: the lengths of the choices in characters. The metric `acc_norm` divides
+        log-probabilities by them. () if the task does not have this metric.
       words, bytes: the number of words and bytes of a text, before it was prepared for scoring.
     """
 
@@ -46,7 +46,7 @@ Kind = Literal["choices", "last_word", "text"]
 
 @dataclass(frozen=True)
 class Task:
-    """A task, with the functions that read its data and the way in which it is scored.
+    """A task: how its data are read and how it is scored.
 
     Attributes:
       name: the name of the task in lm-evaluation-harness.
@@ -57,8 +57,7 @@ class Task:
       hub: the dataset on the Hugging Face hub.
       version: the version number of the prompt in lm-evaluation-harness.
       chance: the accuracy of random choices.
-      papers: for each metric, the values that the RMT paper reports for its Transformer and its
-        RMT.
+      papers: maps a metric to the values in the RMT paper, of its Transformer and its RMT.
     """
 
     name: str
@@ -71,7 +70,7 @@ class Task:
     papers: Mapping[str, tuple[float, float]] = field(default_factory=dict)
 
 
-# Lines of the data ---------------------------------------------------------------------------
+# Making documents from lines of data ---------------------------------------------------------
 
 
 def _text(line: Mapping[str, Any], name: str) -> str:

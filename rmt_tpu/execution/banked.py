@@ -1,22 +1,25 @@
 """The schedule for models whose sublayers read rows of a bank, such as attention over depth.
 
-A *bank* is a stack of rows, each with the output of one sublayer or the sum of the outputs of a
-block of sublayers. Each row is written only once, so the backward pass still finds the rows that a
-layer has read, and the bank serves as the checkpoint. The forward pass keeps the bank, and the
-running sum (the row in progress) before each layer; with `remat="blocks"`, it keeps the running sum
-only before each group of layers. The backward pass visits the layers from last to first and
-recomputes each layer. With a matrix residual, the running sum is larger than the outputs that are
-added to it. The schedule then keeps the outputs and rebuilds the running sums of a block from them,
-so it need not run any sublayer's core (its attention or MLP) again.
+A *bank* is a stack of rows. A row is the output of one sublayer, or the sum of the outputs of a
+block of sublayers. No row changes after it is complete, so the backward pass can read the same bank
+as the forward pass.
 
-A layer is one period of its stack's cores. Layers are divided into *groups*. Before each group,
-phase one reads all existing rows in one pass, and computes what they contribute to every site of
-the group (the place before a sublayer, where the sublayer's input is read). Phase two adds, at each
-site, the rows that the group itself has written. In the backward pass, the gradients from all sites
-of a group are added to the gradient of the earlier rows in one pass. The running sum is passed from
-group to group, so the number of passes over the bank does not depend on how often a row is
-completed. `execution.banked_stack` has the passes of one stack of layers; this module chains the
-stacks, and defines the gradient of the chain.
+The *running sum* is the row in progress. The forward pass keeps the bank, and the running sum
+before each layer. With `remat="blocks"`, it keeps the running sum only before each group of layers.
+The backward pass visits the layers from last to first and recomputes each layer. With a matrix
+residual, the running sum is larger than the outputs that are added to it. The forward pass then
+keeps the outputs, and the backward pass rebuilds the running sums of a block from them. It need not
+run any sublayer's core (its attention or MLP) again.
+
+A layer is one period of its stack's cores. Layers are divided into *groups*. A *site* is the place
+before a sublayer, where the sublayer's input is read. Before each group, phase one reads all
+existing rows in one pass, and computes what they contribute to every site of the group. At each
+site, phase two adds the rows that the group itself has written. The backward pass also needs one
+pass per group, in which it adds the gradients from all sites to the gradient of the earlier rows. A
+row may extend over several groups, because the running sum is passed from group to group.
+
+`execution.banked_stack` has the forward and backward passes of one stack of layers. This module
+runs the stacks one after the other, and defines the gradient of the whole.
 """
 
 import jax
@@ -149,9 +152,9 @@ def _first(writers: nnx.Param | None) -> Array | None:
 def _next_writers(writers: nnx.Param | None, next_writer: nnx.Param | Array | None) -> Array | None:
     """Return, for each layer, the parameters that write its last output.
 
-    The first site (the place before a sublayer) of the next layer writes this output, and its
-    parameters are in `writers`. After the last layer, the parameters are `next_writer`. If
-    `writers` is None, the stack has a single layer, whose first site writes without parameters.
+    The first site of the next layer writes this output. `writers` has the parameters of the first
+    sites of all layers, and `next_writer` those of the site after the last layer. If `writers` is
+    None, the stack has a single layer, whose first site writes without parameters.
     """
     if next_writer is None:
         return None

@@ -1,7 +1,6 @@
 """The forward and backward passes of one stack of layers that reads rows of a bank.
 
-A bank is a stack of rows, which contain earlier outputs. `execution.banked` runs the stacks of a
-decoder one after the other, and explains what the forward pass saves.
+A row of a bank contains one earlier output, or the sum of several. See `execution.banked`.
 """
 
 from collections.abc import Callable, Sequence
@@ -45,12 +44,12 @@ class StackArrays(NamedTuple):
     Attributes:
       layers: the parameters, as a pure dict.
       scores: the sites' parameters for scoring rows, [repeat, sublayers of the period, ...].
-      next_writers: the parameters that write each layer's last output, which belong to the site
-        after the layer; None if a write needs no parameters.
+      next_writers: the parameters of the site after each layer, which write the layer's last
+        output; None if a write needs no parameters.
       decode_params: the result of `StackedScores.decode_params`, one array for each site of a
         period; used in decoding only.
-      in_stack: a slice of the parameters of all layers, from which matrix products read this
-        layer's weights; None for the arrays of several layers, and if products read only `layers`.
+      in_stack: the parameters of all layers, and the index of this layer. If they are given, matrix
+        products read this layer's weights directly from them.
     """
 
     layers: Any
@@ -67,8 +66,8 @@ class SavedStack(NamedTuple):
       layer_sums: the running sum (the row in progress) before each layer.
       group_sums: the running sum before each group of layers, if it may be nonzero there.
       outputs: the output of each sublayer of a period in all repeats, saved instead of the sums.
-      cores: what the cores' `pull_back` needs in addition to `outputs`. It is a pair: the first
-        entry is for the layers of all full groups, the second for those of the last partial group.
+      cores: what the cores' `pull_back` needs in addition to `outputs`, as a pair: for the layers
+        of all full groups, and for those of the last partial group.
     """
 
     layer_sums: Float[Array, "repeat batch seq *shape"] | None = None
@@ -232,8 +231,8 @@ class StackRunner:
     def _empty_outputs(self, residual: Row) -> tuple[Array, ...]:
         """Return uninitialised stacks for the outputs of a period's sublayers.
 
-        A device stores complete outputs for its own tokens, even if the mesh axis `key` shards the
-        rows of the bank.
+        Outputs are complete on each device, even if the mesh axis `key` shards the rows of the
+        bank.
         """
         batch, seq = residual.shape[0] // sharding.axis_size("key"), residual.shape[1]
         rank, size = self.config.data_shape
@@ -295,9 +294,8 @@ class StackRunner:
     ) -> tuple[tuple, tuple[Any, Any]]:
         """Compute `carry, out = run(carry, first layer, number of layers, inputs)` for each group.
 
-        The last group may be smaller than the others. `inputs` and the returned outputs are pairs.
-        The first entry belongs to all full groups, stacked if there are several. The second entry
-        belongs to the last partial group.
+        `inputs` and the returned outputs are pairs. The first entry belongs to all full groups,
+        stacked if there are several. The second entry belongs to the last group, if it is smaller.
         """
         full, left = divmod(self.repeat, self.group)
         full_inputs, last_inputs = inputs
@@ -329,7 +327,7 @@ class StackRunner:
     def _begin(
         self, arrays: StackArrays, bank: Bank, start: Index, layers: int, first: Index | None
     ) -> Group:
-        """Run phase one for a group of layers: read the rows before the group in one pass.
+        """Run phase one for a group of layers: read all earlier rows of the bank in one pass.
 
         `start` is the index of the group's first layer, `layers` the number of its layers, and
         `first` the number of sublayers before this part of the stack.

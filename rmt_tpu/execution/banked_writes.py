@@ -2,10 +2,9 @@
 
 A *core* is the attention or MLP of a sublayer.
 
-Each way is a `Write` function. `RunCore` runs the core. The two other ways are used if the backward
-pass starts from the cores' outputs. `RunAndSaveCore` runs the core and saves its output in a stack,
-and `UseSavedOutput` reads the output from the stack. With `UseSavedOutput`, the core does not run
-again, because its `pull_back` computes gradients from the saved output.
+Each way is a `Write` function. `RunCore` runs the core. `RunAndSaveCore` runs the core and saves
+its output in a stack. In the backward pass, `UseSavedOutput` then reads the output from the stack,
+and the core's `pull_back` computes gradients without running the core again.
 """
 
 from collections.abc import Callable, Sequence
@@ -85,8 +84,8 @@ class RunAndSaveCore:
 class UseSavedOutput:
     """A write that uses a saved output instead of running the core.
 
-    The sums of the cores' scalars (such as balance losses) stay unchanged, but the backward pass
-    sends gradients to the core's scalars.
+    The sums of the cores' scalars (such as balance losses) stay unchanged. The scalars still get
+    gradients in the backward pass.
     """
 
     def __init__(
@@ -110,8 +109,8 @@ class UseSavedOutput:
         @jax.custom_vjp
         def write(parameters, z, current, writer, aux, saved_output):
             y, _, _, place = saved_output
-            # The write is not in place, because the backward pass of the preceding site reads the
-            # earlier sum again.
+            # Do not write in place, because the backward pass of the preceding site reads the
+            # earlier sum.
             return write_saved(self.store, current, y, writer, place, in_place=False), aux
 
         def forward(parameters, z, current, writer, aux, saved_output):
@@ -142,8 +141,7 @@ def write_saved(
 ) -> Row:
     """Return the running sum with the saved output y added, in a closed group of layers.
 
-    A closed group is exactly one block of outputs, so the sum counts as zero before the group's
-    first write.
+    A closed group is exactly one block of outputs, so the sum is zero before its first write.
     """
     empty = place.sublayer == place.group
     return store.write_saved(current, y, writer[...], empty=empty, in_place=in_place)

@@ -1,4 +1,4 @@
-"""The choice of kernel implementations for a model's ops, and of the precision of products."""
+"""The choice of kernels for a model's ops, and of the precision of matrix products."""
 
 import contextlib
 import functools
@@ -32,8 +32,8 @@ def preferred(config: cfg.ModelConfig) -> Iterator[None]:
     that is already set (`JAX_DEFAULT_MATMUL_PRECISION`) is kept, and bfloat16 models are not
     affected.
 
-    JAX traces a backward pass where the gradient is computed. A backward pass therefore uses the
-    configured implementations only if the gradient is computed inside this context too.
+    The gradient must be computed inside this context, too. Otherwise the backward pass does not use
+    the configured implementations.
     """
     wide = compute_dtype(config.compute_dtype).itemsize >= 4
     with contextlib.ExitStack() as stack:
@@ -47,12 +47,12 @@ def preferred(config: cfg.ModelConfig) -> Iterator[None]:
 def per_device(
     function: Callable[..., Any], mesh: jax.sharding.Mesh, *specs: Any, **options: Any
 ) -> Callable[..., Any]:
-    """Return `sharding.per_device(function, mesh, *specs, **options)` for the mesh's own devices.
+    """Return `sharding.per_device(function, mesh, *specs, **options)`, for the mesh's devices only.
 
-    In code that may be lowered for several platforms, an op traces one implementation per platform,
-    although the lowered program contains only one of them. In `function`, an op traces only its
-    implementation for the mesh's kind of device. The result must therefore be lowered only for
-    devices of the mesh.
+    JAX code can be lowered for several platforms, so an op normally traces one implementation per
+    platform. This function saves the time for tracing the others: an op in `function` traces only
+    its implementation for the mesh's kind of device. The result can be lowered only for such
+    devices.
     """
     device = mesh.devices.flat[0]
     if not _runs_known_kernels(device.platform, device.device_kind):
@@ -91,9 +91,9 @@ def as_configured(function: Callable[..., Any]) -> Callable[..., Any]:
 def _varying(decoder: Any, inputs: Any) -> Any:
     """Return the decoder with its parameters marked as varying over the inputs' mesh axes.
 
-    A `jax.shard_map` that checks over which axes arrays vary needs this mark. The carries of loops
-    and the gradients of custom backward passes then vary over the same axes, and JAX sums the
-    parameters' gradients over these axes.
+    `jax.shard_map` checks over which mesh axes arrays vary. With this mark, the carries of loops
+    and the gradients of custom backward passes pass the check. JAX then sums the parameters'
+    gradients over these axes.
     """
     varies = varies_in(inputs)
     if not varies:
@@ -103,10 +103,10 @@ def _varying(decoder: Any, inputs: Any) -> Any:
 
 
 def at_current_precision(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `backward` with the matrix product precision that is in force at this call.
+    """Make `backward` use the matrix product precision that is set now.
 
-    `backward` is the backward pass of a `jax.custom_vjp`, which JAX traces later, where a different
-    precision may be in force.
+    `backward` is the backward pass of a `jax.custom_vjp`. JAX traces it later, when a different
+    precision may be set.
     """
     precision = jax.config.jax_default_matmul_precision
 

@@ -1,4 +1,4 @@
-"""The construction of a model's layers, and code that runs one layer, shared by schedules.
+"""Functions that all schedules use: they make a model's layers, and run one layer.
 
 A layer is one repeat of a stack's period, the repeated pattern of sublayers.
 """
@@ -115,8 +115,8 @@ def start(
 def _positions(embedding: Embedding, context: Context) -> Int[Array, "batch_or_1 seq"]:
     """Return the tokens' positions; padding gets the position of the last token in its row.
 
-    If positions increased in the padding too, they could exceed the number of learned positions.
-    The resulting NaN would stay in the cache.
+    Larger positions in the padding could exceed the number of learned positions. This would put NaN
+    into the cache.
     """
     if embedding.positions is None or context.lengths is None:
         return context.query_positions
@@ -125,9 +125,9 @@ def _positions(embedding: Embedding, context: Context) -> Int[Array, "batch_or_1
 
 
 def no_aux(config: cfg.ModelConfig, dtype: jnp.dtype) -> Aux:
-    """Return zeros, from which the sums of the cores' scalars (such as a balance loss) start.
+    """Return the initial sums (zeros) of the cores' scalars, such as a balance loss.
 
-    Their dtype is `dtype`, the dtype of the data vectors, or float32 if `dtype` is narrower.
+    `dtype` is the dtype of the data vectors. The sums have at least float32 precision.
     """
     return {name: jnp.zeros((), jnp.promote_types(dtype, jnp.float32)) for name in config.aux}
 
@@ -147,8 +147,7 @@ def sites_and_cores(
     """Return the site and the core of each sublayer of one layer.
 
     A site has the parameters for writing and reading the residual before the core. If `stack` is
-    given, each site is slice `index` of the stacked site instead of the layer's own site, so that
-    kernels read the parameters directly from the stack.
+    given, kernels read these parameters directly from the stack, at `index`.
     """
     if stack is None:
         return [(sublayer.site, sublayer.core) for sublayer in layer]

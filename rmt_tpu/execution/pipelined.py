@@ -1,13 +1,14 @@
 """The schedule for a mesh with pipeline stages: microbatches pass through chunks of layers.
 
-The schedule runs in per-device code, with `sharding.pipeline`. A mixer either passes a state from
-layer to layer, or reads a bank (a stack of earlier outputs). The input of a chunk is that state, or
-the bank's rows before the chunk. With a state, only the first stage computes a microbatch's
-embedding. With a bank, every stage computes the embedding, which is row 0 of the bank. The last
-stage reads the input of the unembedding, and each stage computes a part of the loss.
+The schedule runs in per-device code, with `sharding.pipeline`. There are two kinds of mixers. One
+kind passes a state from layer to layer. The input of a chunk is then this state, and only the first
+stage computes a microbatch's embedding. The other kind reads a bank, a stack of earlier outputs.
+The input of a chunk is then the bank's rows before the chunk. Row 0 is the embedding, which every
+stage computes. The last stage reads the input of the unembedding, and each stage computes a part of
+the loss.
 
-The backward pass of a microbatch starts as soon as the microbatch's loss is known. The backward
-pass recomputes each chunk, and `remat` determines what is kept while a chunk is recomputed.
+The backward pass of a microbatch starts as soon as the microbatch's loss is known. It recomputes
+each chunk; `remat` determines what is kept while a chunk is recomputed.
 """
 
 from collections.abc import Callable
@@ -112,8 +113,8 @@ def run_layers(
       schedule: the schedule of the stages.
 
     Returns:
-      This stage's part of the rows of the unembedding's input, and the scalars of this stage's
-      cores, summed over all rows. Each stage does the further work for its own part of the rows.
+      The unembedding's input for this stage's part of the rows, and the scalars of this stage's
+      cores, summed over all rows.
 
     Raises:
       MeshError: see `check`.
@@ -347,8 +348,8 @@ def _scores(
     chunks = [chunk_at(v) for v in range(schedule.virtual)]
     scores = decoder.mixer.scores([[sublayer.site for sublayer in chunk] for chunk in chunks])
     if len(scores) == decoder.config.num_sublayers:
-        # This mixer learns its scoring parameters as one matrix, which every stage has in full. The
-        # rows for this stage's layers are selected here.
+        # This mixer learns its scoring parameters as one matrix, which every stage has. Select the
+        # rows for this stage's layers.
         scores = scores.reshape(schedule.virtual, schedule.stages, -1, *scores.shape[1:])
         scores = scores[:, sharding.axis_index("stage")]
     return scores.reshape(schedule.virtual, -1, len(chunks[0]), *scores.shape[-1:])
@@ -369,8 +370,8 @@ def _first(writers: nnx.Param | None) -> Array | None:
 def _next_writers(writers: nnx.Param | None, final_writer: nnx.Param | None) -> Array | None:
     """Return, for each layer, the parameters that write its last output.
 
-    They belong to the site after the layer. After the last layer of a chunk, this site belongs to
-    the next stage, which sends the parameters.
+    They are the parameters of the site after the layer. The next stage sends those for the last
+    layer of a chunk.
     """
     if final_writer is None:
         return None

@@ -1,4 +1,4 @@
-"""The plan of a train step: the device that it is compiled for, and choices with their reasons."""
+"""The plan of a train step: the choices that are made for it, with their reasons."""
 
 import math
 from typing import NamedTuple
@@ -25,11 +25,10 @@ class ExecutionPlan(NamedTuple):
 
     Attributes:
       target: the device that the step is compiled for.
-      schedule: the way in which layers run and the backward pass gets their activations: "scanned",
-        "reversible", "banked" or "pipelined".
+      schedule: the schedule of the layers: "scanned", "reversible", "banked" or "pipelined".
       residual_dtype: the dtype in which layers pass on the residual.
-      outputs_in_place: whether sublayers write their outputs directly into a slice of a stack; None
-        if outputs are not kept in stacks.
+      outputs_in_place: whether sublayers write their outputs directly into a stack of outputs; None
+        without such stacks.
       products_in_turn: whether a feed-forward layer's two products run as separate instructions.
       rereads_rebuilt: whether the kernel that rebuilds the residual also reads it; None if no
         residual is rebuilt.
@@ -115,7 +114,7 @@ def _decode_kernels(model: ModelConfig, target: Target, mesh: jax.sharding.Mesh)
     of_weights = "one multiplies a few rows by weights in the stack of all layers"
     if not weights.value:
         of_weights = f"none for products, because {weights.reason}"
-    # With a matrix residual, the kernels that read a site's parameters from a stack support the
+    # Some kernels for a matrix residual read a site's parameters from a stack. They support the
     # same mixers as the reversible schedule: those that pass on only the residual.
     alone = "reversible" in model.mixer.remats
     if not (alone if model.store.has_keys else model.mixer.decode_kernels):

@@ -13,21 +13,19 @@ from rmt_tpu.layers import stacks
 
 
 def rematerialize(layer: Callable, policy: cfg.RematPolicy) -> Callable:
-    """Return `layer`, changed so that its backward pass recomputes what a policy requires.
+    """Wrap `layer` so that its backward pass recomputes what a policy requires.
 
-    The policies are those of `ModelConfig.remat`.
-
-    With "none", "full" and "reversible", `layer` is returned unchanged. For "full", the loop
-    `scan_recomputed` recomputes the layers, and for "reversible" a separate schedule rebuilds the
-    residual.
+    The policies are those of `ModelConfig.remat`. With "none", "full" and "reversible", `layer` is
+    returned unchanged: for "full", the loop `scan_recomputed` recomputes the layers, and
+    "reversible" has its own schedule.
     """
     match policy:
         case "none" | "full" | "reversible":
             return layer
         case "dots":
             saved = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
-    # Inside a scan, XLA cannot merge operations across the boundary of an iteration, so the
-    # barriers against merging would only cost time.
+    # A scan needs no barriers against merging, because XLA does not merge operations of different
+    # iterations.
     return jax.checkpoint(layer, policy=saved, prevent_cse=False)
 
 
@@ -36,9 +34,8 @@ def scan_recomputed(
 ) -> Any:
     """Run `stacks.scan` so that the backward pass recomputes each step.
 
-    Only the carry before each step is kept. The result is the same as for a JAX scan over a
-    `jax.checkpoint`. However, JAX would first fill the stacks of gradients with zeros, which the
-    steps then overwrite; here the stacks start uninitialised.
+    Only the carry before each step is kept. A JAX scan over a `jax.checkpoint` has the same result,
+    but takes longer, because it first fills the stacks of gradients with zeros.
 
     Args:
       body: a function `(carry, (slice, index), shared, constants) -> carry`.
@@ -53,8 +50,8 @@ def scan_recomputed(
     count = len(jax.tree.leaves(scanned)[0])
 
     def with_indices(*scanned):
-        # The forward and the backward pass each create the indices, because a backward pass cannot
-        # use an array from the trace that surrounds both passes.
+        # Both passes create the indices, because a backward pass cannot use arrays from an outer
+        # trace.
         return (*scanned, jnp.arange(count))
 
     @jax.custom_vjp

@@ -1,11 +1,11 @@
-"""The schedule for RMTs whose backward pass rebuilds the residual instead of keeping it.
+"""The schedule for RMTs that saves memory: the backward pass rebuilds the residual.
 
 A write only adds to the residual X. The residual before a write can therefore be rebuilt by
 subtracting the written term: `X_l = X_{l+1} - w^T y`, with y the sublayer's output and w the
-storage keys. The forward pass keeps the outputs of all sublayers (y, of size `R * D_v` per token)
-and the last residual, from which the backward pass starts. The memory for activations therefore
-does not grow with `D_k`. In int16 fixed point the rebuilt residuals are exact; in float32 they have
-errors of about 1e-7.
+storage keys. The backward pass starts from the last residual. The forward pass therefore keeps only
+the last residual and the outputs of all sublayers, of size `R * D_v` per token. The memory for
+these outputs does not grow with `D_k`. In int16 fixed point the rebuilt residuals are exact; in
+float32 they have errors of about 1e-7.
 """
 
 from typing import Any, NamedTuple
@@ -86,10 +86,9 @@ class _Layers:
     Parameters are pure dicts, in which the layers of a stack are stacked.
 
     A stack repeats a period (a sequence of sublayers). Each sublayer of the period has one array
-    for its outputs, with one slot (slice) per repeat. Later sites read an output from its slot. The
-    output of a period's last sublayer is read by the next repeat, so the array for these outputs
-    has one extra slot: repeat i writes slot i + 1, and slot 0 contains the output from before the
-    first repeat.
+    for its outputs, with one slot (slice) per repeat. The next repeat reads the output of a
+    period's last sublayer, so the array for these outputs has one extra slot. Repeat i writes to
+    slot i + 1, and slot 0 contains the output from before the first repeat.
     """
 
     def __init__(self, decoder: DecoderParts, store: ReversibleStore, dtype: jnp.dtype):
@@ -154,8 +153,8 @@ class _Layers:
             sublayers = saved_stacks[number].sublayers
             z = previous = None
             if rereads:
-                # In each repeat, `undo` also reads for the preceding repeat. The first repeat has
-                # no preceding repeat in this stack, so the result of its extra read is not used.
+                # In each repeat, `undo` also reads for the preceding repeat. The result of this
+                # read is not used in the first repeat.
                 reads = stacks[number][len(stack.cores) - 1]["site"], sublayers[-1].statistics
                 previous = jax.tree.map(lambda x: jnp.roll(x, 1, 0), reads)
                 read = self._last_read(number, *jax.tree.map(lambda x: x[-1], reads))

@@ -110,8 +110,8 @@ def scan(
 def _reads_stacks(config: cfg.ModelConfig, store: Store, state: Any) -> bool:
     """Return whether decode steps read the sites' parameters directly from the stacks.
 
-    A mixer accepts a slice of a stack as its site only if it passes the site on to the store, and
-    if its state is the residual. These are also the mixers that the reversible schedule supports.
+    Only mixers whose state is the residual support this; the reversible schedule supports the same
+    mixers.
     """
     alone = "reversible" in config.mixer.remats
     return alone and isinstance(store, ReversibleStore) and store.reads_stacks(state)

@@ -1,1 +1,1 @@
-"""Experiments from the papers: what each one trains or computes, and a page of its results."""
+"""Experiments from the papers, and the pages with their results."""

@@ -1,4 +1,4 @@
-"""The catalog of all experiments, each with the table or figure of a paper that it repeats."""
+"""The catalog of all experiments. Most of them repeat a table or a figure of a paper."""
 
 from rmt_tpu import cost
 from rmt_tpu.errors import UsageError, unknown
@@ -7,7 +7,7 @@ from rmt_tpu.experiments.plan import Experiment, Plan, Scale
 
 _RMT, _ATTNRES = "Mak and Flanigan (2025)", "Kimi Team (2026)"
 
-# The flag that names the chip for which times of kernels and train steps are estimated.
+# The flag that selects the chip for estimates of times.
 _TARGET = "--targets=v5e"
 
 
@@ -65,7 +65,7 @@ def _tasks(scale: Scale, run_of) -> list[list[str]]:
     vector, matrix = (run_of(arm.name) for arm in _largest(scale).arms)
     command = ["evaluate", f"--workdir={matrix}", f"--against={vector}"]
     # The tokens of tiny models are bytes, so a task's documents are longer than the training
-    # windows. The models use ALiBi, which has no maximum position, so they can read longer inputs.
+    # windows. The models can read them, because they use ALiBi, which has no maximum position.
     return [[*command, "--max_length=512"] if scale == "tiny" else command]
 
 
@@ -232,7 +232,8 @@ def experiment(name: str) -> Experiment:
     return EXPERIMENTS[name]
 
 
-# The chips for which hours are reported, and the fraction of peak FLOP/s assumed for them.
+# Hours are reported for these chips, on the assumption that runs reach this fraction of peak
+# FLOP/s.
 _CHIPS, _SHARE = {"v5p": "TPU v5", "H100": "NVIDIA H100"}, 0.4
 # The FLOP/s that two CPU cores reach on tiny models, from the experiment `ladder` in
 # docs/results.md.

@@ -45,7 +45,7 @@ def model_counts(config: ModelConfig) -> ModelCounts:
 
 
 def resource_scaling() -> dict[str, list[ModelCounts]]:
-    """Return counts for Figure 1: models like GPT-2 medium, with residuals of 1024 numbers or more.
+    """Return counts for Figure 1: models like GPT-2 medium, with larger and larger residuals.
 
     There is one curve for vector residuals, and one for matrix residuals.
     """
@@ -58,7 +58,7 @@ def resource_scaling() -> dict[str, list[ModelCounts]]:
 
 
 def page() -> Page:
-    """Return a page with Figure 1 and tables of the paper's counts next to the computed counts."""
+    """Return a page with Figure 1, and with tables of the paper's counts and computed counts."""
     curves = resource_scaling()
     parts = ["Figure 1, with embeddings, for windows of 512 tokens:", _curves_table(curves)]
     parts += ["Table 4, training FLOPs on 6.04e9 tokens, without embeddings:", _flops_table()]

@@ -1,11 +1,11 @@
 """An experiment on whether attention over depth lowers the loss, especially in deeper models.
 
 Models of the same width and different depths read the same tokens. At 4 and 16 layers, each system
-(kind of residual) has its own hyperparameter search, with two seeds that are used for nothing else.
-The search is over the common learning rate, and over the rate factor of the parameters that weigh
-sources over depth (`train.depth_rate`). Models of 8 layers use the geometric mean of the results at
-4 and 16 layers; models of 32 layers use the result at 16 layers. For each depth, one difference was
-chosen in advance to be tested: Block AttnRes minus the Transformer.
+(kind of residual) has its own hyperparameter search. It uses two seeds of its own. It varies the
+learning rate, and a factor (`train.depth_rate`) of the rate for the parameters of attention over
+depth. Models of 8 layers use the geometric mean of the results at 4 and 16 layers; models of 32
+layers use the result at 16 layers. At each depth, one difference was chosen for a test before
+training: Block AttnRes minus the Transformer.
 """
 
 from dataclasses import dataclass, replace
@@ -98,7 +98,7 @@ def _search(scale: Scale, system: str, layers: int, **changes) -> Search:
 
 
 def _searches(system: str, layers: int) -> tuple[str, ...]:
-    """Return the names of the searches whose best values an arm (a model) uses."""
+    """Return the names of the searches that an arm (a model) takes its values from."""
     if layers == 8:
         return tuple(f"{system}-{at}-layers" for at in _SEARCHED)
     return (f"{system}-{min(layers, max(_SEARCHED))}-layers",)
@@ -118,8 +118,8 @@ _DEEPEST = ("transformer", "attnres", "rmt")
 def plan(scale: Scale) -> Plan:
     """Return the plan of the experiment's runs at a scale.
 
-    Neither paper varies the depth alone. Therefore the sizes at the papers' scale are taken from
-    small runs that others published.
+    Neither paper varies only the depth. The sizes at the papers' scale therefore come from small
+    published runs of others.
     """
     size = SIZES[scale]
     searches = {
@@ -140,8 +140,8 @@ def plan(scale: Scale) -> Plan:
         for system, against in _SYSTEMS.items()
         if layers < max(_LAYERS) or system in _DEEPEST
     ]
-    # These arms (models) repeat other arms' runs with sums in a different order, which shows how
-    # much rounding alone changes a loss.
+    # These arms (models) repeat other arms' runs, but add numbers in a different order. They show
+    # how much a loss changes by rounding alone.
     arms += [
         Arm(
             f"{system}-16-layers-again",
@@ -169,10 +169,9 @@ def plan(scale: Scale) -> Plan:
 def rates(scale: Scale) -> Plan:
     """Return the plan of searches for the rate factor of attention over depth at two batch sizes.
 
-    The searches with the smaller batch are the same as in `plan`. With a batch four times as large,
-    runs have half as many steps, so they read twice as many tokens. One more search is over the
-    rate of the deepest Transformer, because `plan` gives it the rate of the Transformer of half its
-    depth.
+    The searches with the smaller batch are the same as in `plan`. The larger batch is four times as
+    large, with half as many steps. One more search is over the learning rate of the deepest
+    Transformer, which in `plan` has no search of its own.
     """
     size, systems = SIZES[scale], ("transformer", "attnres")
     large = {"train.batch_size": 4 * size.batch_size, "train.steps": size.steps // 2}

@@ -124,7 +124,7 @@ def page() -> Page:
         for expected, (value, error), printed in zip(
             formula, variances, operation.printed, strict=True
         ):
-            # The tolerance is wide, because printed values are rounded, some to one digit.
+            # The tolerance is wide, because some printed values have only one digit.
             wrong = abs(printed - expected) > 0.05
             cells += [f"{expected:.3f}", f"{value:.3f} ± {error:.3f}"]
             cells.append(f"**{printed:g}**" if wrong else f"{printed:g}")

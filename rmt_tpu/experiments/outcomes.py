@@ -1,8 +1,8 @@
 """Results of trained arms (models of an experiment), with comparisons, tests and fits.
 
-All runs with the same seed read the same text in the same order, and start with the same values of
-all weights that they have in common. Therefore, systems can be compared seed by seed. Intervals are
-95% confidence intervals of the mean over seeds, by Student's t.
+Systems can be compared seed by seed. Runs with the same seed read the same text in the same order,
+and all weights that they have in common start with the same values. Intervals are 95% confidence
+intervals of the mean over seeds, by Student's t.
 """
 
 import math
@@ -56,7 +56,7 @@ class ArmOutcome:
       flops, tokens: the training FLOPs and the training tokens per run.
       losses: the final held-out loss of each seed's run, in nats per token; None for a diverged
         run.
-      curves: for each seed, the numbers of tokens at evaluations and the held-out losses at them.
+      curves: for each seed, the numbers of tokens at the evaluations, and the held-out losses.
     """
 
     arm: Arm
@@ -95,10 +95,10 @@ def arm_outcome(arm: Arm, records: Sequence[Record]) -> ArmOutcome:
 
 
 def differences(outcome: ArmOutcome, base: ArmOutcome) -> list[float]:
-    """Return an arm's final losses minus those of another arm, `base`, seed by seed.
+    """Return the final losses of an arm minus those of the arm `base`, seed by seed.
 
-    The list is empty if a run of either arm diverged. If one of the arms has fewer seeds, only
-    its seeds are compared, which must be the first seeds of the other arm.
+    The list is empty if a run of either arm diverged. If one arm has fewer seeds, only these are
+    compared. They must be the first seeds of the other arm.
     """
     if not (outcome.complete and base.complete):
         return []
@@ -112,8 +112,8 @@ class PairedTest(NamedTuple):
       estimate: the mean difference with its interval.
       deviation: the estimated standard deviation of the differences.
       p: the p-value.
-      detectable: the true difference that this number of pairs detects with a power of 0.8 at the
-        5% level.
+      detectable: the true difference that a test with this number of pairs detects with a power of
+        0.8, at the 5% level.
     """
 
     estimate: Estimate
@@ -135,7 +135,7 @@ def paired_test(found: Sequence[float]) -> PairedTest:
 
     def lacks(shift: float) -> float:
         """Return the test's power minus 0.8 if the true mean is `shift` standard errors from 0."""
-        # Leave out the distribution's other tail, because its probability is below 1e-8.
+        # The other tail of the distribution is negligible: its probability is below 1e-8.
         return stats.nct.sf(edge, freedom, shift) - 0.8
 
     detectable = optimize.brentq(lacks, 0.0, 100.0) * s / math.sqrt(count)
@@ -145,8 +145,8 @@ def paired_test(found: Sequence[float]) -> PairedTest:
 def holm(ps: Sequence[float]) -> list[float]:
     """Return p-values adjusted for multiple tests by Holm's procedure (Holm 1979).
 
-    If every adjusted p-value below 5% counts as significant, the probability of any false positive
-    is at most 5%.
+    If adjusted p-values below 5% are called significant, then the probability of one or more false
+    positives is at most 5%.
     """
     adjusted, running_max = [0.0] * len(ps), 0.0
     for rank, index in enumerate(sorted(range(len(ps)), key=ps.__getitem__)):
@@ -158,8 +158,8 @@ def holm(ps: Sequence[float]) -> list[float]:
 def share_of_tokens(outcome: ArmOutcome, base: ArmOutcome) -> float | None:
     """Return the fraction of the tokens of `base` that `outcome` needs for the same final loss.
 
-    Table 3 of the RMT paper reports this fraction. Between evaluations, losses are interpolated
-    linearly in log(tokens). The result is the mean over seeds, or None if a seed does not reach the
+    Table 3 of the RMT paper reports this fraction. Losses between evaluations are interpolated
+    linearly in log(tokens). The result is a mean over seeds. It is None if a run does not reach the
     loss.
     """
     shares = []
@@ -178,7 +178,7 @@ def share_of_tokens(outcome: ArmOutcome, base: ArmOutcome) -> float | None:
     return math.fsum(shares) / len(shares)
 
 
-# Fits -----------------------------------------------------------------------------------------
+# Fitting power laws ---------------------------------------------------------------------------
 
 
 class Fit(NamedTuple):
@@ -195,7 +195,7 @@ class Fit(NamedTuple):
         ]  # fmt: skip
 
     def reaching(self, losses: Sequence[float]) -> list[float]:
-        """Return, for each seed, the x at which the seed's fit predicts its loss in `losses`."""
+        """Return, for each seed, the x at which its fit predicts its loss in `losses`."""
         return [
             math.exp((math.log(loss) - b) / a)
             for loss, a, b in zip(losses, self.slopes, self.intercepts, strict=True)

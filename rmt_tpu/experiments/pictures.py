@@ -14,9 +14,8 @@ from rmt_tpu.runs.plots import line_style
 def draw(plan: Plan, outcomes: Sequence[ArmOutcome]):
     """Draw the results of an experiment's plan, and return the figure.
 
-    The figure of a plan with fits shows losses by model size. The figure of a plan that varies one
-    size shows losses over that size. For any other plan, it shows differences between the plan's
-    arms (models).
+    If the plan has fits, the figure shows losses by model size. If the plan varies one size, it
+    shows losses over that size. Otherwise it shows differences between the plan's arms (models).
     """
     draw_form = _draw_ladder if plan.fits else (_draw_over_x if plan.x else _draw_differences)
     return draw_form(plan, outcomes)
@@ -64,9 +63,9 @@ def _draw_ladder(plan: Plan, outcomes: Sequence[ArmOutcome]):
 
 
 def _draw_over_x(plan: Plan, outcomes: Sequence[ArmOutcome]):
-    """Draw, for each arm (model), its loss, its difference from a base arm, and the paper's loss.
+    """Draw losses, differences and the paper's losses over the size that the plan varies (`Arm.x`).
 
-    The horizontal axis is the size that the plan varies, `Arm.x`.
+    The difference of an arm (model) is that from the arm that it is compared with.
     """
     from matplotlib.figure import Figure
 
@@ -149,7 +148,7 @@ def _draw_differences(plan: Plan, outcomes: Sequence[ArmOutcome]):
 
 
 def draw_searches(rows: Sequence[SweepRow]):
-    """Draw the loss of each search over its rate factor, one line per common learning rate.
+    """Draw the losses of each search over the rate factor, with one line per learning rate.
 
     A search without a rate factor has one point per learning rate, drawn at factor 1.
     """

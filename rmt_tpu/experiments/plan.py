@@ -1,4 +1,7 @@
-"""The definition of an experiment, which trains arms (models, once per seed) or computes values."""
+"""The definition of an experiment.
+
+An experiment either trains models (called arms), each of them once per seed, or computes values.
+"""
 
 import itertools
 import math
@@ -24,7 +27,7 @@ class Search:
 
     Attributes:
       config: the run config, in which each point replaces some values.
-      points: the points to try, which all set the same paths.
+      points: the points to try. Each point maps the same config paths to values.
       seeds: the seeds with which each point is trained.
     """
 
@@ -39,16 +42,17 @@ class Arm:
 
     Attributes:
       name: the arm's name, used for its table row and its folder.
-      config: the run config. Its seed is replaced, and its learning rate too if there is a search.
+      config: the run config. Its seed is replaced. If there is a search, its best values are set,
+        too.
       system: the name of the system (kind of residual). Arms of one system are fitted together, and
         use the search with the system's name.
       against: the name of the arm that its loss is compared with, seed by seed, or None.
       x: the value of the varied size, in an experiment that varies one size.
       paper: the loss that the paper reports for this model.
-      grows_from: the key size D_k of the residual matrix during the first quarter of the steps,
-        which train at the peak learning rate. None means the config's D_k for all steps.
-      searches: the names of the searches to use instead of the system's. With several, the
-        geometric mean of their best points is used.
+      grows_from: the key size D_k of the residual matrix during the first quarter of the steps.
+        None means the config's D_k for all steps.
+      searches: the names of the searches to use instead of the system's. The arm uses the geometric
+        mean of their best points.
       num_seeds: train with only the first `num_seeds` of the plan's seeds; None means all seeds.
     """
 
@@ -73,7 +77,7 @@ class Plan:
         values in their configs.
       seeds: the default seeds of the arms.
       registered: the names of the arms whose difference (see `Arm.against`) was chosen for a test
-        before any training. They are tested together by Holm's procedure; all other differences are
+        before any training. Holm's procedure adjusts these tests. All other differences are
         exploratory.
       x: the label of the size that `Arm.x` contains, or "" if the experiment varies no size.
       fits: whether to fit each system's losses over FLOPs and over parameters.
@@ -89,7 +93,7 @@ class Plan:
     notes: tuple[str, ...] = ()
 
     def searches_of(self, arm: Arm) -> tuple[str, ...]:
-        """Return the names of the searches whose best values an arm uses."""
+        """Return the names of the searches that an arm takes its values from."""
         return arm.searches or tuple(name for name in self.searches if name == arm.system)
 
 
@@ -188,7 +192,7 @@ def flops(config: RunConfig) -> float:
 
 
 def all_runs(plan: Plan) -> Iterator[RunConfig]:
-    """Yield the config of every run of an experiment's plan, including its searches."""
+    """Yield the configs of all runs of an experiment's plan, including its searches."""
     for search in plan.searches.values():
         yield from [search.config] * (len(search.points) * len(search.seeds))
     for arm in plan.arms:

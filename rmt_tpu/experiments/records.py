@@ -1,10 +1,10 @@
 """Records of finished runs, read from their folders or from a file with one JSON line per run.
 
-The file is small and can be kept with the code, so that the same command on another machine trains
-only the remaining runs. A line identifies its run by a digest of the training text and of all
-config values that affect results and differ from their defaults. Config fields that are added
-later, with a default that changes nothing, therefore do not change the digests of earlier runs.
-A line also contains the software versions and the commit that the run used.
+The file is small and can be kept with the code. The same command on another machine then trains
+only the remaining runs. A line identifies its run by a digest. The digest covers the training text,
+and all config values that affect results and differ from their defaults. A config field that is
+added later, with a default that changes nothing, does not change it. A line also has the software
+versions and the commit of the run.
 """
 
 import contextlib
@@ -24,7 +24,7 @@ from rmt_tpu.storage import Fault, Folder
 from rmt_tpu.training import depth_rate
 from rmt_tpu.training.run import resolve_auto
 
-# Config paths that may change when a run is resumed, but that are part of the digest, because they
+# These config paths may change when a run is resumed. They still belong to the digest, because they
 # determine how much text the loss is measured on.
 _MEASURED = ("train.eval_tokens", "train.eval_batches")
 _WAITS = (0.3, 1.0, 3.0)  # The seconds between attempts to append to a file on gs://.
@@ -50,7 +50,7 @@ def read_record(folder: Folder) -> Record:
 
 
 class Records:
-    """The records of finished runs in a file, which are looked up by run config.
+    """A file with the records of finished runs, which can be found by their configs.
 
     Args:
       folder: the folder that contains the file.
@@ -129,8 +129,7 @@ class Records:
             for path, value in _changed(config)
             if path in _MEASURED or resume_rule(config, path) != "free"
         }
-        # `train.depth_rate` may be null, which selects the factors by a rule. The digest includes
-        # the resulting factors.
+        # If `train.depth_rate` is null, a rule selects the factors. The digest includes the result.
         identity = [values, depth_rate.factors(config), self._text, grows_from]
         identity = json.dumps(identity, sort_keys=True)
         return hashlib.blake2b(identity.encode(), digest_size=12).hexdigest()

@@ -1,8 +1,8 @@
 """Plans that vary the key size D_k of a matrix residual, or increase D_k during training.
 
 Tiny models use the standard parametrisation, with learning-rate searches at several D_k. They do
-not use muP, because it divides the learning rate of the read keys by D_k, so that models with
-different D_k would also differ in this rate.
+not use muP, which divides the learning rate of the read keys by D_k. Models with different D_k
+would then also differ in this rate.
 """
 
 from rmt_tpu.config import RunConfig, overrides
@@ -74,8 +74,8 @@ def rmt_key_dim(scale: Scale) -> Plan:
 def growth(scale: Scale) -> Plan:
     """Return the plan of a run whose D_k grows to four times its size after a quarter of the steps.
 
-    For comparison, the plan has arms with a small and with a large D_k throughout, and an arm with
-    a small D_k and the learning-rate schedule of the growing arm.
+    For comparison, the plan has arms (models) with a constant small and a constant large D_k. One
+    more arm has the small D_k and the learning-rate schedule of the growing arm.
     """
     if scale == "tiny":
         small, large, name = HEADS, 4 * HEADS, _name

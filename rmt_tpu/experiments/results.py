@@ -81,7 +81,7 @@ def tests_table(plan: Plan, outcomes: Sequence[ArmOutcome]) -> str:
         tested = by_name[name]
         found = differences(tested, by_name[tested.arm.against])
         tests[name] = paired_test(found) if len(found) > 1 else None
-    # A test without a result still counts as a test in Holm's procedure, with p = 1.
+    # In Holm's procedure, a test without a result counts as a test with p = 1.
     adjusted = holm([1.0 if test is None else test.p for test in tests.values()])
     lines = [
         "| tested | minus | difference | deviation | p | adjusted | detectable |",
@@ -168,8 +168,8 @@ def _against(o: ArmOutcome, other: ArmOutcome | None, bold: bool) -> list[str]:
 def fits_table(outcomes: Sequence[ArmOutcome]) -> str:
     """Return a Markdown table of the exponents of each system's power laws.
 
-    The last columns are the FLOPs and weights that the first system needs, by its own power laws,
-    to reach the loss of the row's largest model.
+    The last columns state what the first system needs to reach the loss of the row's largest model.
+    They are its FLOPs and weights by its own power laws.
     """
     systems = by_system(outcomes)
     first = next(iter(systems))
@@ -210,8 +210,8 @@ def _plain(value: Estimate) -> str:
 def searches_table(rows: Sequence[SweepRow]) -> str:
     """Return a Markdown table of the losses of searches, with one column per learning rate.
 
-    There is one row for each search and each combination of the search's other values. The best
-    point of a search is marked if its rate is the lowest or the highest that the search tried.
+    Each search has one row per combination of its other values. The best point of a search is
+    marked if its rate is the lowest or the highest that was tried.
     """
     rates = sorted({row.point[RATE] for row in rows})
     lines = ["| search | " + " | ".join(f"{rate:.3g}" for rate in rates) + " |"]

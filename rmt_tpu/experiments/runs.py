@@ -118,7 +118,7 @@ def _data_error(message: str, source: str) -> str:
 
 
 class PlannedRuns:
-    """The training runs of a plan, in a folder that all plans of the same scale share.
+    """The training runs of a plan. All plans of the same scale share one folder.
 
     Args:
       plan: the plan, with its arms and searches.
@@ -170,7 +170,7 @@ class PlannedRuns:
     ) -> list[tuple[Arm, list[PlannedRun]]]:
         """Return the arms (models) whose searches have finished, each with its runs.
 
-        The arms' configs have the best values of the searches, whose results are `rows`.
+        `rows` are the results of the searches; the arms' configs get the best values.
         """
         found = []
         for arm in self.plan.arms:
@@ -184,9 +184,9 @@ class PlannedRuns:
         return found
 
     def settled(self, run: PlannedRun) -> bool:
-        """Return whether a run is complete or diverged, according to its folder or a record.
+        """Return whether a run is complete or has diverged, according to its folder or a record.
 
-        If only the folder shows this, the run's record is added.
+        If there is no record yet, it is added.
         """
         if self.records is not None and self.records.find(run.config, run.grows_from):
             return True
@@ -199,8 +199,7 @@ class PlannedRuns:
         """Add the record of a run that finished in its folder, unless the file already has it."""
         if self.records is None:
             return
-        # The process that trained the run may have added its record after this process last read
-        # the file.
+        # Another process may have added the record since this process last read the file.
         self.records.read()
         if self.records.find(run.config, run.grows_from) is None:
             self.records.add(run.label, run.config, read_record(run.folder), run.grows_from)
@@ -255,10 +254,10 @@ def train(run: PlannedRun) -> Outcome | None:
 def write_commands(runs: Sequence[PlannedRun], script: Path) -> None:
     """Write a shell script that trains runs one after the other with `recipes.train`.
 
-    The configs are written to a folder next to the script, which has the same name. The script
-    passes its arguments on to each command, for example `--distributed` on every host of a pod. If
-    a run fails with exit code 1, for example because it diverges, the script continues with the
-    next run. A signal, or a wrong flag, stops the script.
+    The configs are written to a folder next to the script, with the same name. The script passes
+    its arguments on to each command, for example `--distributed` on every host of a pod. If a run
+    ends with exit code 1, for example because it diverged, the script continues with the next run.
+    A signal or a wrong flag stops the script.
 
     Args:
       runs: the runs in order. Runs whose residual grows are not allowed.

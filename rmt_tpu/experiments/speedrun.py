@@ -1,8 +1,8 @@
-"""Speedruns: tracks with a fixed text, on which runs must reach a given loss as fast as possible.
+"""Speedruns, in which runs must reach a given loss as fast as possible.
 
-A track fixes the text, the held-out tokens and the length of a window. An entry chooses everything
-else. Its results are the time and the FLOPs of its training steps up to the first evaluation that
-reaches the track's loss. The rules are in docs/guides/speedrun.md.
+A track fixes the loss, the text, the held-out tokens and the length of a window. An entry chooses
+everything else. Its results are the time and the FLOPs of its training steps, up to the first
+evaluation that reaches the loss. The rules are in docs/guides/speedrun.md.
 """
 
 import hashlib
@@ -49,7 +49,8 @@ class Track(NamedTuple):
     Attributes:
       name: name of the track.
       about: the machine on which entries run.
-      text: the pinned text; None if --data names a token store of the text that `source` describes.
+      text: the pinned text. If it is None, --data must name a token store of the text that `source`
+        describes.
       source: a description of the text.
       loss: the held-out loss that a run must reach, in nats per token.
       seconds: the time limit for all training steps together, in seconds; None without a limit.
@@ -57,9 +58,9 @@ class Track(NamedTuple):
       eval_tokens: number of held-out tokens.
       eval_every: number of steps between evaluations.
       preset: preset of the first entry.
-      start: config changes of the first entry; another entry may replace them.
-      flops_per_second: the machine's peak FLOP/s times an assumed utilization, from which `hours`
-        is estimated; None on CPUs.
+      start: config changes for the first entry; other entries may use different values.
+      flops_per_second: the machine's peak FLOP/s times an assumed utilization, for estimating
+        `hours`; None on CPUs.
     """
 
     name: str
@@ -163,8 +164,8 @@ class Result:
     Attributes:
       track, name, seed: the names of the track and the entry, and the seed.
       reached: whether the run has reached the track's loss within the track's time limit.
-      step: the step of the first evaluation that reached the loss; if none did, the step of the
-        evaluation with the lowest loss.
+      step: the step of the first evaluation that reached the loss. If none did, it is the step of
+        the evaluation with the lowest loss.
       loss: the loss on held-out text at that step.
       tokens: number of training tokens up to that step.
       flops: FLOPs of training up to that step (`cost.flops_per_token`).
@@ -276,7 +277,7 @@ def write_documents(wheel: Path, text: PinnedText, output: Path) -> None:
 
 
 def measure(track: Track, name: str, folder: Folder) -> Result:
-    """Return the result of a run, from its metrics up to the step that reached the loss.
+    """Return the result of a run, computed from its metrics up to the step that reached the loss.
 
     Args:
       track: the track.
@@ -351,7 +352,7 @@ def _flops(config: RunConfig, tokens: int) -> int:
 
 
 def table(track: Track, results: Sequence[Result]) -> str:
-    """Return a Markdown table of entries, with the fastest first and the failed ones last.
+    """Return a Markdown table of entries. The fastest come first, and failed ones last.
 
     Times and FLOPs are means over the seeds that reached the loss.
     """

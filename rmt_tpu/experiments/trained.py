@@ -1,9 +1,9 @@
 """The plans of experiments with training, at the papers' sizes and at sizes for two CPU cores.
 
 An arm is a model that a plan trains once per seed. A tiny arm is a preset with four layers and
-heads of size 8, trained on the bytes of Python's standard library. It reads 20 tokens per
-non-embedding weight of the Transformer with the same shape; the models in the RMT paper read 20
-tokens for each of their own weights. Arms with the same name in several plans share their runs.
+heads of size 8. Its text is the bytes of Python's standard library. It reads 20 tokens per
+non-embedding weight of the Transformer with the same shape. In the RMT paper, models instead read
+20 tokens for each of their own weights. Arms with the same name in several plans share their runs.
 """
 
 from collections.abc import Iterable
@@ -22,13 +22,13 @@ from rmt_tpu.config.presets import run
 from rmt_tpu.experiments.plan import Arm, Plan, Scale, Search, points, with_rate
 
 HEAD_DIM = 8
-# The numbers of heads of the models in a ladder (an experiment over model sizes). Learning rates
-# are searched at the second size. The third size is used in experiments with only one size.
+# The sizes (numbers of heads) of the models in an experiment over several sizes, called a ladder.
+# Learning rates are searched at the second size. Experiments with one size use the third.
 _LADDER = (2, 3, 4, 6)
 _SEARCHED, HEADS = _LADDER[1:3]
 RATES = (5e-3, 1.2e-2, 2.8e-2, 6.7e-2, 1.6e-1)
-# The learning-rate factors that are tried for the parameters that weigh earlier outputs in
-# attention over depth. `searched_for` divides them further if a logit is a sum of more terms.
+# The learning-rate factors that are tried for the parameters of attention over depth. If a logit is
+# a sum of more terms, `searched_for` divides the factors.
 _FACTORS = (1.0, 0.3, 0.1, 0.03, 0.01)
 SEEDS, _SEARCH_SEEDS = tuple(range(10)), (100, 101)
 
@@ -89,11 +89,11 @@ def _tiny_plan(arms: Iterable[Arm], searched: tuple[str, ...], **options) -> Pla
 
 
 def searched_for(config: RunConfig, rates: tuple[float, ...] = RATES) -> Search:
-    """Return a search over the learning rate and, for attention over depth, over a factor of it.
+    """Return a search over the learning rate and, for attention over depth, over `depth_rate`.
 
-    The factor multiplies the learning rate of the parameters that weigh earlier outputs in
-    attention over depth. If a logit is a sum of more terms than with a vector residual, the factors
-    are divided by the ratio of the numbers of terms.
+    `depth_rate` multiplies the learning rate of the parameters of attention over depth. With a
+    matrix residual, a logit is a sum of more terms than with a vector residual. The values of
+    `depth_rate` are then divided by the ratio of the numbers of terms.
     """
     tried = {"rate": rates}
     if terms := config.model.mixer.logit_terms(config.model):
@@ -112,7 +112,7 @@ TINY_NOTE = (
 )
 
 
-# Ladders --------------------------------------------------------------------------------------
+# Training models of several sizes -------------------------------------------------------------
 
 
 def _tiny_ladder(*systems: str) -> Plan:
@@ -122,8 +122,8 @@ def _tiny_ladder(*systems: str) -> Plan:
             tiny(system, heads),
             system,
             None if system == systems[0] else f"{systems[0]}-{heads * HEAD_DIM}",
-            # Use fewer seeds at the largest width, because a run takes 13 times as long there as at
-            # width 24.
+            # Use fewer seeds at the largest width, where a run takes 13 times as long as at width
+            # 24.
             num_seeds=5 if heads == _LADDER[-1] else None,
         )
         for heads in _LADDER
@@ -244,7 +244,7 @@ def ladder(scale: Scale) -> Plan:
     return Plan(tuple(arms), fits=True, notes=("Cores of current models: RoPE, SwiGLU.",))
 
 
-# One size -------------------------------------------------------------------------------------
+# Training models of one size ------------------------------------------------------------------
 
 
 def rmt_variants(scale: Scale) -> Plan:
@@ -318,8 +318,8 @@ def _mixed(name: str, mixer: Mixer, system: str, plain: str, heads=HEADS, **opti
 def _ablations(size: int, window: int, heads: int) -> dict[str, tuple[Mixer, float]]:
     """Return the mixers of the Attention Residuals paper's Table 4, each with the paper's loss.
 
-    `size` is the block size S in the table's Block rows, and `heads` the number of heads over depth
-    in one of these rows.
+    `size` is the block size S in the table's Block rows. One of these rows has `heads` heads over
+    depth.
     """
     block = {"sublayers_per_block": size}
     return {
@@ -425,7 +425,7 @@ def smallest_of(plan: Plan, systems: tuple[str, ...]) -> Plan:
 
 
 def _row(plan: Plan, arms: list[Arm]) -> Plan:
-    """Return a plan with only the given arms (models of one size), and test their differences."""
+    """Return a plan with only the given arms (models of one size), whose differences are tested."""
     systems = {arm.system for arm in arms}
     return replace(
         plan,

@@ -1,19 +1,19 @@
 """An experiment that compares two ways to make the residual K times as wide as the model.
 
-Wide streams keep K residual vectors of the model's width d. An RMT keeps a matrix `D_k x D_v`, here
-with `D_k D_v = K d`, so that a token's residual has equally many bytes. Neither way enlarges
-the weight matrices of sublayers. An RMT has key vectors in place of the projections of attention,
-so at the same shape it has fewer weights and FLOPs. Therefore, for each K, the model with wide
-streams is compared with three RMTs:
+Wide streams keep K residual vectors of the model's width d. An RMT keeps a matrix `D_k x D_v`. Here
+`D_k D_v = K d`, so that both residuals have the same size. Neither way enlarges the weight matrices
+of sublayers. At the same shape, an RMT has fewer weights and FLOPs, because it has key vectors in
+place of the projections of attention. Therefore, for each K, the model with wide streams is
+compared with three RMTs:
 
 - an RMT of the same shape;
 - an RMT with a larger hidden size of the feed-forward layers, so that the numbers of weights
   outside of the embeddings are equal;
 - an RMT with a hidden size at which the FLOPs per token are equal.
 
-For each system, the learning rate is searched at the smallest and at the largest K; in between,
-models use the geometric mean of the two rates. The difference that was chosen for a test before any
-training is the one between an RMT and wide streams of the same K with equal bytes and FLOPs.
+For each system, the learning rate is searched at the smallest and at the largest K. Models with
+another K use the geometric mean of the two rates. One difference was chosen for a test before any
+training: an RMT minus wide streams with the same K and the same FLOPs.
 """
 
 from collections.abc import Callable
@@ -27,8 +27,8 @@ from rmt_tpu.experiments.plan import Arm, Plan, Scale, Search, points
 WIDTHS = (1, 2, 4, 8)
 LAYERS = 8
 _HIDDEN = "model.feed_forward.hidden_dim"
-# The largest share of a stream that one of the arms (models) may forget before a write. The value
-# is from the publication on wide streams.
+# One arm (model) may forget at most this share of a stream before a write. The value is from the
+# publication on wide streams.
 _FORGET = 0.1
 
 
@@ -56,10 +56,9 @@ def _rmt(scale: Scale, width: int) -> RunConfig:
 
 
 def _matched(config: RunConfig, other: RunConfig, size: Callable[[RunConfig], int]) -> RunConfig:
-    """Return `config` with the hidden size at which its `size` is nearest to that of `other`.
+    """Return `config` with another hidden size, so that `size(config)` is nearest to `size(other)`.
 
-    The function `size` returns a config's number of weights or FLOPs, which must be linear in the
-    hidden size.
+    `size` returns the number of weights or FLOPs. It must be linear in the hidden size.
     """
     hidden = overrides.value_at(config, _HIDDEN)
     at = lambda hidden: overrides.apply(config, {_HIDDEN: hidden})
@@ -67,8 +66,8 @@ def _matched(config: RunConfig, other: RunConfig, size: Callable[[RunConfig], in
     return at(hidden + round((size(other) - size(config)) / slope))
 
 
-# Maps the name of each kind of RMT to its label, and to the function (weights or FLOPs) whose value
-# is matched to that of the model with wide streams.
+# Maps each kind of RMT to its label, and to the number (weights or FLOPs) in which it equals the
+# model with wide streams.
 _RMTS = {
     "rmt": ("rmt, same shape", None),
     "rmt-equal-weights": ("rmt, equal weights", weights),
@@ -94,7 +93,7 @@ def _search(scale: Scale, system: str, width: int) -> Search:
 
 
 def _searches(system: str, width: int) -> tuple[str, ...]:
-    """Return the names of the searches whose best values a system's arms (models) use."""
+    """Return the names of the searches that a system's arms (models) take their values from."""
     ends = WIDTHS[0], WIDTHS[-1]
     return tuple(_name(system, end) for end in ((width,) if width in ends else ends))
 
@@ -102,8 +101,7 @@ def _searches(system: str, width: int) -> tuple[str, ...]:
 def plan(scale: Scale) -> Plan:
     """Return the plan of the experiment's runs at a scale.
 
-    The baseline, a Transformer, is an arm (model) of the experiment `depth`, whose searches and
-    runs are used again.
+    The baseline is a Transformer from the experiment `depth`, with the same searches and runs.
     """
     size, of_depth = depth.SIZES[scale], depth.plan(scale)
     plain = f"transformer-{LAYERS}-layers"

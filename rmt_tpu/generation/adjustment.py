@@ -1,7 +1,7 @@
 """Changes to the logits of one text before a token is chosen: bias, penalties, a minimum length.
 
-Decode steps apply them in separate programs, which the engine runs only while some text needs
-them. All other decode steps are compiled as if this module did not exist.
+There are separate decode programs with these changes. The engine runs them only while some text
+needs a change.
 """
 
 from collections.abc import Collection, Mapping
@@ -19,13 +19,13 @@ _Additive = Annotated[float, Range("at least -2, at most 2", -2, 2)]
 
 @dataclass(frozen=True)
 class Adjustment(Checked):
-    """The settings of one text that change logits, or that end the text at further tokens.
+    """The settings of one text that change logits, and the text's own stop tokens.
 
     The penalties and the bias are added after the repetition penalty and before the division by
     the temperature. Penalties count the new tokens only, not those of the prompt.
 
     Attributes:
-      presence_penalty: the number that is subtracted from the logits of tokens that the text
+      presence_penalty: the number that is subtracted from the logit of every token that the text
         already has.
       frequency_penalty: the number that is subtracted from a token's logit for each time that the
         text has the token.
@@ -53,7 +53,7 @@ class LogitChanges(NamedTuple):
     Attributes:
       bias: the number that is added to each logit.
       counts: how often each token occurs among the new tokens.
-      late: whether each token is excluded before the position `late_until`.
+      late: whether a token is excluded before the position `late_until`.
       presence: the presence penalty.
       frequency: the frequency penalty.
       late_until: the first position at which all tokens may be chosen.

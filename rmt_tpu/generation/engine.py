@@ -1,10 +1,10 @@
 """Text generation for many prompts at a time, with continuous batching.
 
-A slot is a row of the batch, which contains the text of one prompt. When the text in a slot has
-ended, the slot is given to the next prompt. The engine reads a new prompt in a separate batch of
-one row, either in one pass or in parts of `PART` tokens, and then copies the row into the slot. Few
-programs are compiled, because the sizes of arrays are powers of two. Lengths, sampling settings and
-the set of ended rows are arguments of the programs.
+A slot is a row of the batch, which contains the text of one prompt. When this text ends, the next
+prompt gets the slot. The engine reads a new prompt in a separate batch of one row, in parts of up
+to `PART` tokens. It then copies the row into the slot. Few programs are compiled, because the sizes
+of arrays are powers of two. Lengths, sampling settings and the set of ended rows are arguments of
+the programs.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -42,8 +42,8 @@ SLOTS = 8
 class Request(NamedTuple):
     """A prompt, and the settings for its continuation.
 
-    If the model has learned positions, there must be one for each token of the prompt and for each
-    of the `max_tokens` new tokens except the last.
+    A model with learned positions needs one for each token of the prompt, and one for each of the
+    `max_tokens` new tokens except the last.
 
     Attributes:
       tokens: all tokens of the prompt, including a start token.
@@ -93,8 +93,8 @@ class Engine:
       decoder: the model. If its parameters are sharded over a mesh, so is all computation. On TPUs,
         the layouts of its parameters are changed in place: see `layouts`.
       stop: the stop token or a list of stop tokens; each stop token ends a text.
-      text_vocab_size: the number of token ids that decode to text; ids from this number onwards
-        are never chosen. None means that all ids decode to text.
+      text_vocab_size: the number of token ids that decode to text. Ids from this number onwards are
+        never chosen. None means that all ids decode to text.
       gaps: ids below `text_vocab_size` that have no text.
       slots: the number of slots (rows of the batch).
       steps: the number of decode steps per dispatch, after which the results are read.
@@ -173,7 +173,7 @@ class Engine:
         while sizes[-1] < tokens:
             sizes.append(2 * sizes[-1])
         ends, self.ends = self.ends, self.ends._replace(stop=np.full_like(self.ends.stop, -1))
-        # The requests have no stop tokens, so each text has a second token, for which `steps` is
+        # The requests have no stop tokens. Each text thus has a second token, for which `steps` is
         # compiled.
         try:
             lengths = [max(1, min(size, tokens) - self.steps) for size in sizes]
@@ -226,9 +226,8 @@ class Engine:
     def step(self) -> list[NewTokens]:
         """Read the prompt that has waited longest if a slot is free; otherwise run decode steps.
 
-        After as many successive prompts as there are slots, decode steps run even if further
-        prompts are waiting. Otherwise many requests that end at once could block the requests that
-        already have a slot.
+        At most as many prompts as there are slots are read in succession; then decode steps run.
+        Otherwise, a long queue of short requests could block the requests that already have a slot.
         """
         free = self._free()
         rows_run = len(free) < self.slots
@@ -285,8 +284,8 @@ class Engine:
     def _like_rows(self, row: Rows) -> Rows:
         """Return the new row in a form that can be inserted into the batch.
 
-        A row can be inserted only if both the row and the batch have logit changes, or neither has.
-        If only one of them has changes, neutral changes are added to the other.
+        Either both the row and the batch must have logit changes, or neither. If only one of them
+        has changes, neutral changes are added to the other.
         """
         unchanged = lambda rows: programs.unchanged(self.model, self.params, rows)
         if row.changes is None and self.rows.changes is not None:
@@ -381,7 +380,7 @@ def bucket(tokens: int) -> int:
 
 
 def _check_own(processes: set[int], sizes: Mapping[str, int]) -> None:
-    """Check that all rows of the batch are on this process's devices, so that it can read them.
+    """Check that this process can read all rows of the batch, because they are on its devices.
 
     Args:
       processes: the processes that own devices of the mesh.

@@ -99,8 +99,7 @@ def check_same(output: Output, prompts: list[str], sampling: Sampling) -> set[tu
     for line in output.lines:
         number = line["number"]
         same_prompt = number < len(prompts) and prompts[number] == line.get("prompt")
-        # Lines that an older version of this package wrote may lack a newer setting. Their texts
-        # were generated with this setting's default.
+        # Lines of an older version may lack a new setting. Their texts have its default value.
         line_settings = {name: line.get(name, getattr(Sampling, name)) for name in settings}
         if not same_prompt or line_settings != settings:
             raise RunError(

@@ -88,8 +88,7 @@ def generate(
 ) -> Iterator[str]:
     """Yield pieces of the text that follows `prompt`, until it ends or has `max_tokens` tokens.
 
-    Each new token takes one decode step, which processes only the newest token, because the keys
-    and values of earlier tokens are cached.
+    Keys and values are cached, so each decode step processes only the newest token.
 
     Args:
       decoder: the model.
@@ -104,8 +103,8 @@ def generate(
     """
     draft = Draft(0, tokenizer, stop)
     request = _request(decoder, tokenizer, prompt, sampling)
-    # The batch has one row, or one row per device if the mesh shards rows; only one row is used.
-    # Few steps run at a time, so that the text appears as it is generated.
+    # Only one row of the batch is used, but a mesh that shards rows needs one row per device. Few
+    # steps run at a time, so that the text appears as it is generated.
     slots = ModelSpec.of(decoder)[0].devices("batch")
     engine = Engine(decoder, tokenizer.ends, **_texts(tokenizer), slots=slots, steps=4)
     for new_tokens in engine.run([request]):

@@ -1,9 +1,8 @@
 """Replication of key and value heads, for meshes with more devices than key heads.
 
-On a mesh, the cache of keys and values is sharded by heads. With grouped queries, a model may have
-fewer key heads than there are devices. Such a model is replaced by an equivalent model, in which
-each key head is repeated once per device that reads it. Every device then stores complete heads,
-both in its weights and in its cache.
+On a mesh, the cache of keys and values is sharded by heads. A model with grouped queries may have
+fewer key heads than there are devices. It is replaced by an equivalent model, which has a copy of a
+key head for each device that reads it. Every device then stores complete heads.
 """
 
 import dataclasses
@@ -70,7 +69,7 @@ def _repeat(
     site, core = dict(sublayer["site"]), dict(sublayer.get("core", {}))
 
     def repeat_rows(x: Array, first: int = heads) -> Array:
-        """Repeat the 2 G key and value rows that follow the first `first` rows on axis 1 of x."""
+        """Repeat the rows of keys and values, which follow `first` other rows on axis 1 of x."""
         q, kv, others = jnp.split(x, [first, first + 2 * groups], axis=1)
         return jnp.concatenate([q, jnp.repeat(kv, times, axis=1), others], axis=1)
 

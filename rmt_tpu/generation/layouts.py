@@ -4,8 +4,8 @@ By default, XLA chooses the layout of an argument from its shape alone. A progra
 products need a different layout transposes the argument on every run. At a width of 1264, which
 is not a multiple of the tile size, this moves up to 0.5 GB per dispatch. Therefore `lay_out`
 compiles the decode steps for the TPU, finds the weights that they transpose, and stores these
-weights transposed for all programs. `Layout.AUTO` is not enough: it chooses layouts for one
-program, and a program that is then compiled for these layouts may transpose other weights.
+weights transposed. `Layout.AUTO` is not enough: a program that is compiled for the layouts that it
+chooses may transpose other weights.
 """
 
 import re
@@ -23,9 +23,9 @@ from rmt_tpu.decoder import Cache, Decoder
 from rmt_tpu.generation import programs
 from rmt_tpu.generation.programs import ModelSpec
 
-# The program that is compiled to find the layouts: the capacity of its cache in tokens, and its
-# number of decode steps. Programs of other sizes transpose the same weights. The capacity is small,
-# because a larger cache may not fit in memory.
+# The sizes of the program that is compiled to find the layouts: the capacity of its cache in
+# tokens, and its number of decode steps. Programs of other sizes transpose the same weights. A
+# small cache is sure to fit in memory.
 _CAPACITY, _COUNT = 128, 8
 # Maximum number of compilations of the decode steps.
 _ROUNDS = 4
@@ -132,8 +132,8 @@ def _axis_orders(
     """
     params, orders = tree.unflatten(shapes), {}
     variables = jax.tree.leaves(params, is_leaf=lambda x: isinstance(x, nnx.Variable))
-    # A new layout of one matrix may cause the compiler to transpose another matrix. Compile again
-    # until no matrix is transposed.
+    # After one matrix has a new layout, the compiler may transpose another one. Compile again until
+    # it transposes none.
     for _ in range(_ROUNDS):
         steps = lower_steps(model, params, rows, _CAPACITY, _COUNT).compile()
         layouts = [argument.layout for argument in jax.tree.leaves(steps.input_formats[0][0])]
@@ -159,8 +159,7 @@ def transposed_arguments(
     Args:
       text: the program's HLO.
       current: the axis order of each of the program's first arguments, from major to minor. None
-        marks an argument that the program does not read and that is therefore not among its HLO
-        parameters.
+        marks an argument that the program does not read; the HLO has no parameter for it.
 
     Returns:
       A mapping from the argument's index in `current` to the axis order that the program needs.

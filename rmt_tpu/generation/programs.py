@@ -4,8 +4,8 @@ Each function is compiled once for every size of its arrays.
 
 On a mesh, every device stores its own rows and heads of the cache, and its shard of each parameter.
 The tokens of a prompt are sharded over devices, and so are the tokens of a decode step (one per
-row). If the mesh axes `data` and `fsdp` divide rows, a prompt, which is read as a single row, is
-computed redundantly along these axes. The device that owns the prompt's slot keeps the result.
+row). The mesh axes `data` and `fsdp` divide rows. A prompt is a single row, so all devices along
+these axes compute the same result. Only the device with the prompt's slot keeps it.
 """
 
 from collections.abc import Callable
@@ -87,8 +87,8 @@ class Rows(NamedTuple):
       token: the newest token of each row, which is not in the cache yet.
       remaining: how many more tokens each row may get; 0 if it has ended.
       seen: for each row, which tokens occur in its prompt and text.
-      changes: changes to the logits; None if no row needs any. The programs for None are compiled
-        separately, and have no operations for changes.
+      changes: changes to the logits; None if no row needs any. There are separate programs for
+        None.
     """
 
     cache: Cache
@@ -103,8 +103,8 @@ class Ends(NamedTuple):
 
     Attributes:
       stop: the stop tokens; each stop token ends a text.
-      text_vocab_size: a number above all token ids that have a text. A model may also have larger
-        ids, which are never chosen unless they are stop tokens.
+      text_vocab_size: a number above all token ids that have a text. Larger ids are never chosen,
+        unless they are stop tokens.
       gaps: ids below `text_vocab_size` that neither have a text nor are stop tokens.
     """
 
@@ -334,10 +334,10 @@ def score(
     lengths: Int[Array, "1"],
     ranked: Bool[Array, ""],
 ) -> ChosenTokens:
-    """Return the log-probability of each prompt token but the first, given the tokens before it.
+    """Return the log-probability of each prompt token, given the tokens before it.
 
-    Position i of the result has the score of token i + 1. The last position has no meaning, because
-    no token follows. Logits are computed for only a few tokens at a time, to save memory.
+    Position i of the result has the score of token i + 1; the last position has no meaning. Logits
+    are computed for a few tokens at a time, to save memory.
     """
 
     def score_prompt(decoder, tokens, lengths, ranked):
@@ -415,8 +415,8 @@ def steps(
     def run(decoder, rows, used, choice, ends, ranked):
         def step(rows, _):
             running = rows.remaining > 0
-            # A row that has ended is still computed. Use position 0 for it, because the model may
-            # have no learned position after the row's last token.
+            # Rows that have ended are still computed, at position 0. The model may have no learned
+            # position after a row's last token.
             start = jnp.where(running, rows.cache.length, 0)
             logits, cache = decoder.decode(rows.token[:, None], rows.cache._replace(length=start))
             length = rows.cache.length + running
@@ -449,8 +449,8 @@ def _score_tokens(
     logits: Float[Array, "batch vocab"], token: Int[Array, " batch"], ranked: Bool[Array, ""]
 ) -> ChosenTokens:
     logits = logits.astype(jnp.float32)
-    # Compute the log-probability of the chosen token only. The log-probabilities of all tokens
-    # would be another array as large as the logits.
+    # Compute only the log-probability of the chosen token. Those of all tokens would need as much
+    # memory as the logits.
     log_sum = jax.nn.logsumexp(logits, axis=-1, keepdims=True)
     log_probability = (jnp.take_along_axis(logits, token[:, None], axis=-1) - log_sum)[:, 0]
     ranks = min(RANKS, logits.shape[-1])

@@ -39,9 +39,9 @@ class Sampling(Checked):
         the likeliest token is always kept.
       min_p: keep only tokens whose probability is at least this fraction of the likeliest token's;
         0 keeps all tokens.
-      repetition_penalty: for tokens that already occur in the prompt or the text, positive logits
-        are divided by this value and negative logits multiplied by it (Keskar et al., 2019, section
-        4.1); 1 changes nothing.
+      repetition_penalty: applies to tokens that already occur in the prompt or the text. Their
+        positive logits are divided by this value, and negative logits are multiplied by it (Keskar
+        et al., 2019, section 4.1). 1 changes nothing.
       max_tokens: the maximum number of new tokens.
       seed: the seed of the random draws.
     """
@@ -56,9 +56,9 @@ class Sampling(Checked):
 
 
 class Choice(NamedTuple):
-    """The `Sampling` settings of all rows as arrays, which are arguments of compiled programs.
+    """The `Sampling` settings of all rows, as arrays.
 
-    A program therefore need not be compiled again for other settings.
+    They are arguments of compiled programs, which therefore work with any settings.
     """
 
     temperature: Float[Array, " batch"]
@@ -73,8 +73,7 @@ def choice(rows: Sequence[Sampling]) -> Choice:
     """Return the sampling settings of all rows as NumPy arrays."""
     # Limit top_k to int32. Any value above the vocabulary size keeps all tokens.
     bounded = lambda count: min(count, np.iinfo(np.int32).max)
-    # Set numbers below _MIN_NORMAL to 0 here. Some devices flush them to 0 and others do not, so
-    # results would differ.
+    # Set numbers below _MIN_NORMAL to 0 here, because only some devices flush them to 0.
     normal = lambda value: value if value >= _MIN_NORMAL else 0.0
     return Choice(
         np.array([normal(s.temperature) for s in rows], np.float32),
@@ -92,8 +91,7 @@ def penalize(
     """Apply each row's `repetition_penalty` to the logits of the tokens that the row has seen."""
     penalty = choice.repetition_penalty[:, None]
     smaller = jnp.where(logits > 0, logits / penalty, logits * penalty)
-    # Clip logits to finite values. Infinite logits could not be ranked, and their differences would
-    # be NaN.
+    # Clip logits to finite values, because differences of infinite logits would be NaN.
     largest = jnp.finfo(logits.dtype).max
     smaller = jnp.clip(smaller, -largest, largest)
     return jnp.where(seen & (penalty != 1), smaller, logits)
@@ -121,8 +119,7 @@ def sample(
             lambda: jnp.where(_top_k_top_p(scaled, choice), scaled, -jnp.inf),
             lambda: scaled,
         )
-        # min_p may be applied last, because top-k and top-p do not change the ratios of the
-        # remaining probabilities.
+        # min_p can be applied last, because top-k and top-p do not change ratios of probabilities.
         threshold = jnp.max(scaled, axis=-1) + jnp.log(choice.min_p)
         scaled = jnp.where(scaled >= threshold[:, None], scaled, -jnp.inf)
         tokens = jnp.argmax(scaled + _noise(choice.seed, positions, scaled), axis=-1)
