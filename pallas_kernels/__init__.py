@@ -82,8 +82,8 @@ __all__ = [
     "write_slice",
 ]
 
-# Maps former public names of this package to their present names. The error for a former name
-# states the present one.
+# Maps old public names of this package to the new names. The error for an old name states the new
+# one.
 _RENAMED = {
     "Again": "Reread",
     "Slot": "StackSlice",

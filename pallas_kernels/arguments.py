@@ -16,15 +16,14 @@ FRACTION_BITS_RANGE = range(0, 21)
 
 
 class StackSlice(NamedTuple):
-    """A reference to the slice `stack[index]` of a stacked array, passed in place of the slice.
+    """A reference to the slice `stack[index]` of a stacked array, which an op accepts as argument.
 
-    An op that accepts a `StackSlice` returns the same result as for the slice itself. A kernel
-    reads the slice directly from the stack, so a loop over the slices need not copy each slice
-    first.
+    The op returns the same result as for the slice itself. Its kernel reads the slice directly from
+    the stack, so a loop over slices makes no copies.
 
     Attributes:
-      stack: the stacked array, whose first axis is indexed by `index`. A model may also pass a
-        module with stacked parameters, to select the same slice of every parameter.
+      stack: the stacked array. `index` indexes its first axis. It may also be a module with stacked
+        parameters; the slice of every parameter is then selected.
       index: the index of the slice.
     """
 
@@ -103,7 +102,7 @@ def check_array(name: str, x: Any, axes: str, *, or_int16: bool = False) -> None
 
 
 def check_tokens(**counts: Any) -> None:
-    """Raise ValueError if a number of tokens per row is a symbolic dimension of `jax.export`."""
+    """Raise ValueError if a number of tokens per row is symbolic (a dimension of `jax.export`)."""
     for name, count in counts.items():
         if not isinstance(count, int):
             raise ValueError(

@@ -1,4 +1,4 @@
-"""Wrappers around `pallas_call` with named operands, for all kernels, and helpers for sizes."""
+"""Wrappers around `pallas_call` that give names to a kernel's operands, and helpers for sizes."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -49,23 +49,23 @@ def tpu_call(
     Args:
       kernel: the function that runs at every grid step.
       name: the kernel's name in the compiled program.
-      inputs, outputs: each maps a name to a pair: an array (or its shape) and its block spec. An
-        input may also be a `StackSlice`, whose blocks are read directly from the stack.
-      scratch: maps the name of each scratch buffer to its shape.
+      inputs, outputs: dicts from an operand's name to a pair: an array (or its shape) and its block
+        spec. An input may also be a `StackSlice`; its blocks are read directly from the stack.
+      scratch: a dict from the name of each scratch buffer to its shape.
       grid: the number of steps along each grid dimension.
       semantics: the dimension semantics of each grid dimension ("parallel" or "arbitrary").
       flops, transcendentals: the number of each kind of operation, for XLA's cost estimate.
-      moved: the number of bytes moved, for XLA's cost estimate. The default counts every input and
-        output once, with two exceptions. If an operand's block spec squeezes the first axis, only
-        one slice along that axis is counted. If prefetched arrays select blocks, operands in memory
-        space ANY are not counted, because the kernel writes only a selected block of them.
-      aliased: maps the name of an input to the name of the output that overwrites its buffer.
-      prefetch: int32 arrays [n] that select blocks. The block specs' index maps receive them as
-        their last arguments, sorted by name; the kernel receives them among its inputs.
-      in_hbm: the names of inputs that XLA must leave in HBM. XLA may copy any other input to VMEM
-        as a whole before the call, even if the kernel reads only a part of it.
-      interpret: whether to run the kernel in Pallas's interpreter; `InterpretParams` selects the
-        interpreter that also simulates TPU memory and DMAs.
+      moved: the number of bytes moved, for XLA's cost estimate. By default, every input and output
+        is counted once, with two exceptions. If an operand's block spec squeezes the first axis,
+        one slice along that axis is counted. If there are prefetched arrays, operands in memory
+        space ANY are not counted, because the kernel writes only one block of them.
+      aliased: a dict from the name of an input to the name of the output that overwrites it.
+      prefetch: int32 arrays [n] that select blocks. The index maps of the block specs receive them
+        as their last arguments, sorted by name. The kernel receives them as inputs.
+      in_hbm: the names of inputs that XLA must leave in HBM. XLA may copy all of any other input to
+        VMEM before the call, even if the kernel reads only a part.
+      interpret: whether to run the kernel in Pallas's interpreter. With `InterpretParams`, the
+        interpreter also simulates TPU memory and DMAs.
     """
     inputs, tables = _in_stacks(inputs, prefetch or {})
     if moved is None:
@@ -102,10 +102,9 @@ def tpu_call(
     )
     if in_hbm and not interpret:
         call = _with_inputs_in_hbm(call, in_hbm)
-    # `jax.vmap` batches a kernel by adding a grid dimension. That dimension cannot index a
-    # prefetched array, nor an array that is not divided into blocks. If `jax.vmap` maps over such
-    # an array, a loop therefore calls the kernel once per batch element. The same is true for an
-    # input that must stay in HBM, because JAX cannot batch that constraint.
+    # `jax.vmap` batches a kernel by adding a grid dimension. This is impossible if the mapped array
+    # is prefetched, is not divided into blocks, or must stay in HBM. A loop then calls the kernel
+    # once per batch element.
     without_blocks = lambda blocked: {
         k: spec.block_shape is None or k in in_hbm for k, (_, spec) in blocked.items()
     }
@@ -128,17 +127,17 @@ def _with_inputs_in_hbm(call: Callable[..., Any], names: tuple[str, ...]) -> Cal
 
 
 def _mapped(run: Callable[..., Any], forces_loop: Any) -> Callable[..., Any]:
-    """Return `run` with a rule for `jax.vmap`: it adds a grid dimension if possible, or else loops.
+    """Return `run` with a rule for `jax.vmap`: add a grid dimension if possible, or else loop.
 
     Args:
       run: the kernel call.
-      forces_loop: a tree of booleans with the structure of the arguments. True means that the
-        kernel must be called in a loop if `jax.vmap` maps over this argument.
+      forces_loop: a boolean for each argument (in the same tree structure). True means that the
+        kernel is called in a loop if `jax.vmap` maps over the argument.
     """
 
     def narrow(*args: Any) -> Any:
-        # Batching traces the call again, possibly with `jax_enable_x64` on. That option is turned
-        # off here, because kernels use 32-bit integers.
+        # Kernels use 32-bit integers, but `jax_enable_x64` may be on when batching traces the call
+        # again.
         with jax.enable_x64(False):
             return run(*args)
 
@@ -189,7 +188,7 @@ def gpu_call(
         `tpu_call`, except that inputs and outputs have no block specs.
     """
     names = (*inputs, *outputs)
-    # The interpreter runs each program in a single thread, so it needs no barrier.
+    # The interpreter runs a program in a single thread, which needs no barrier.
     barrier = (lambda: None) if interpret else triton.plgpu.debug_barrier
 
     def body(*refs):

@@ -5,16 +5,15 @@ token attends only to itself and to the `window - 1` tokens before it. Implement
 
 - "xla": plain JAX, on any platform. It uses an online softmax if the logits would take too much
   memory: see `plain`.
-- "mosaic_tpu": TPU kernels for any length, which apply ALiBi without a bias array in memory. The
-  kernel for short sequences works in the layout of `pallas_kernels.key_vector`, without copies.
+- "mosaic_tpu": TPU kernels for any length. ALiBi needs no bias array in memory.
 - "cudnn": cuDNN's fused kernels, on GPUs, in bfloat16 or float16. ALiBi and segments are expressed
   as extra entries in queries and keys. Soft caps on logits are not supported.
-- "pallas": the TPU kernels or cuDNN's kernels, depending on the platform that the program is
-  lowered for, and plain JAX on other platforms. The default, None, means "pallas".
+- "pallas" (the default, None): the TPU kernels on TPUs, cuDNN's kernels on GPUs, and plain JAX on
+  other platforms.
 
 `causal_attention` supports reverse-mode differentiation with respect to qkv and kv. Only "xla"
-supports second derivatives, and no implementation supports forward mode. Derivatives that are not
-supported raise a TypeError.
+supports second derivatives. Forward mode is not supported. Unsupported derivatives raise a
+TypeError.
 """
 
 import functools
@@ -70,9 +69,8 @@ def causal_attention(
 ) -> Float[Array, "B N H Dv"]:
     """Compute `sum_j softmax_j(scale q_i . k_j - slope (i - j)) v_j` for each query i.
 
-    The sum runs over the keys j <= i in the segment of query i, and only over those with
-    `i - j < window` if there is a window. With a soft cap c, `c tanh(x / c)` replaces
-    `x = scale q_i . k_j`.
+    The sum runs over the keys j <= i in the segment of query i. With a window, it runs only over
+    keys with `i - j < window`. With a soft cap c, `c tanh(x / c)` replaces `x = scale q_i . k_j`.
 
     Args:
       qkv: P = H + 2 G data vectors per token, for H query heads and G key heads: the queries of
@@ -84,12 +82,11 @@ def causal_attention(
         consecutive query heads. None means G = H.
       kv: keys [B, N, G, D] and values [B, N, G, Dv], if they are separate arrays. Then qkv contains
         only the queries, and kv_heads is not needed.
-      rows: the preferred memory order for the kernels: [B, D, P, N] ("size_major", the order in
-        which the key-vector kernels write it) or [B, P, D, N] ("head_major", the order in which a
-        projection writes it).
-      over: a mesh axis, within `jax.shard_map`, along which tokens are sharded. Then qkv contains
-        this device's tokens, segment_ids cover all tokens, and keys and values are passed around a
-        ring of devices.
+      rows: the preferred memory order for the kernels. "size_major" is [B, D, P, N], the order in
+        which the key-vector kernels write. "head_major" is [B, P, D, N], the order in which a
+        projection writes.
+      over: the mesh axis along which tokens are sharded, within `jax.shard_map`; or None. Then qkv
+        contains this device's tokens, and segment_ids contain those of all tokens.
       window: the number of tokens that each token sees, itself included; None means all earlier
         ones.
       cap: the soft cap; None means no cap. "cudnn" does not support it.
@@ -157,9 +154,9 @@ def attention_backward(
     cap: float | None = None,
     implementation: Implementation | None = None,
 ) -> Float[Array, "B N P D"]:
-    """Return the cotangent of qkv, given `attention_forward`'s results and the output's cotangent.
+    """Return the cotangent of qkv, given the results of `attention_forward`.
 
-    The results are `out` and `log_sums`; `d_out` is the cotangent of `out`.
+    The results are `out` and `log_sums`. `d_out` is the cotangent of `out`.
     """
     kv_heads = _check(qkv, slopes, segment_ids, kv_heads, over)
     shown = _window(window, qkv, over)
@@ -184,7 +181,7 @@ def attention_after(
 ) -> Float[Array, "B N H D"]:
     """Compute `causal_attention` for new tokens that also attend to earlier, cached tokens.
 
-    The gradients of qkv and `before` are computed by plain JAX, whatever the implementation.
+    Plain JAX computes the gradients of qkv and `before`, whatever the implementation.
 
     Args:
       qkv: queries, keys and values of the new tokens.
@@ -219,19 +216,18 @@ def _attention_after(call, window, qkv, before, filled, scale, slopes):
     operands = PartOperands(q, kv, scale, most, slopes, segments, cap=call.cap)
     out, sums = _part_forward(call, operands)
     if slopes is not None:
-        # `PartOperands.shift`, the position of the first new token, is the same for all batch rows:
-        # `most`. In a row with fewer earlier tokens, ALiBi's distances are therefore too large by
-        # `most - filled`. This lowers all logits of the row equally, so only the log-sum-exps need
-        # a correction.
+        # The kernels assume that the first new token has the same position, `most`, in all batch
+        # rows. In a row with fewer earlier tokens, ALiBi's distances are then too large by `most -
+        # filled`. All logits of the row are too low by the same amount, so only the log-sum-exps
+        # need a correction.
         sums = sums + slopes * (most - filled)[:, None, None]
     return merged(own, (out, sums))[0].astype(qkv.dtype)
 
 
 def _within_window_after(call, window, qkv, before, filled, scale, slopes):
-    """Compute `attention_after` with a window, from the earlier tokens that the window may contain.
+    """Compute `attention_after` with a window, from the last cached tokens of each batch row.
 
-    These are the last cached tokens of each batch row. Their number is the same in all rows, and so
-    is the distance from the first of them to the first new token.
+    The same number of cached tokens is used in all rows: as many as the window may contain.
     """
     heads, capacity = qkv.shape[2] - 2 * call.kv_heads, before.shape[1]
     shown = _shown(window, qkv.shape[1])
@@ -268,7 +264,7 @@ def attention_to(
 ) -> tuple[Float[Array, "B N H Dv"], Float[Array, "B N H"]]:
     """Compute attention of every query to all visible keys, and each softmax's log-sum-exp.
 
-    `merged` combines such results, so that a caller can attend to many keys one part at a time. The
+    A caller can attend to many keys one part at a time, and combine the results with `merged`. The
     op has no gradient.
 
     Args:
@@ -407,7 +403,7 @@ class _AttentionCall(NamedTuple):
     implementation: str | None
     kv_heads: int
     over: str | None
-    # The soft cap for `attention_after`. Other ops have their soft cap in their operands.
+    # The soft cap for `attention_after`. For other ops, the operands contain it.
     cap: Cap | None = None
 
 

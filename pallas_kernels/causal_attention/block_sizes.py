@@ -1,8 +1,7 @@
-"""Block sizes of the blockwise TPU kernels, from a rule or from tuning tables.
+"""Block sizes of the TPU kernels in `mosaic_tpu_blocks`, and the check that they fit in VMEM.
 
-The kernels are in `mosaic_tpu_blocks`. This module also checks that the blocks fit in VMEM. In the
-memory order "size_major", [B, D, P, N], a grid step processes either enough heads to fill whole
-register tiles or all heads.
+The sizes come from a rule or from tuning tables. In the memory order "size_major", [B, D, P, N], a
+grid step processes whole register tiles of heads, or all heads.
 """
 
 from typing import Any, NamedTuple
@@ -15,20 +14,19 @@ from pallas_kernels.causal_attention.interface import Rows
 from pallas_kernels.causal_attention.mosaic_tpu_rows import packed
 from pallas_kernels.target import target
 
-# VMEM budget for data that stays in VMEM for all blocks of a sequence, or of a span (a range of
-# queries that one kernel call processes). The unit is a sixtieth of the VMEM limit.
+# VMEM for data that stays there during a whole kernel call, in units of 1/60 of the VMEM limit.
 _KEPT = 32
-# Bytes of SMEM for the tables of pairs of blocks. Every chip has 1 MiB of SMEM.
+# Bytes of SMEM for the tables of block pairs. Every chip has 1 MiB of SMEM.
 TABLES = 15 * 2**16
-# Number of tables of pairs of blocks for size-major arrays. A table has one int32 per pair.
+# Number of tables of block pairs for size-major arrays. A table has one int32 per pair.
 _TABLES_OF_ROWS = 4
 # Number of rows in a register tile. A block of a size-major array has whole tiles, or all rows.
 _TILE = 8
-# Maps the number of tokens per block to the cost of computing one logit, relative to the best block
-# size; see `_costs`.
+# Maps the number of tokens per block to the cost of one logit, relative to the best block size. See
+# `_costs`.
 _BLOCKS = {1024: 1.0, 512: 1.04, 256: 1.9, 128: 2.5}
-# Approximate maximum number of logits, and maximum number of query heads, that are processed
-# together.
+# Approximate maximum number of logits that are processed together, and maximum number of query
+# heads.
 _ENTRIES = 2**21
 MOST_HEADS = 20
 
@@ -48,7 +46,7 @@ class Blocks(NamedTuple):
 
 
 class KernelWork(NamedTuple):
-    """The work of a blockwise attention kernel: head counts and sizes, memory order, block sizes.
+    """The heads, the memory order and the block sizes of a blockwise attention kernel.
 
     All fields except `blocks` describe the whole operands.
     """
@@ -78,7 +76,7 @@ class KernelWork(NamedTuple):
 
     @property
     def parts(self) -> int:
-        """The number of blocks of a size-major array [B, D, P, N] that a grid step reads.
+        """The number of blocks that a grid step reads from a size-major array [B, D, P, N].
 
         It is 3 if queries, keys and values have separate blocks, and 1 if one block has all P rows.
         """
@@ -104,11 +102,11 @@ class KernelWork(NamedTuple):
         return self.blocks.queries * max(1, budget // per_block)
 
     def slots(self, queries: int, *, by_keys: bool) -> int:
-        """Return the number of blocks whose heads, extracted from their rows, are in VMEM at once.
+        """Return the number of blocks whose extracted heads are in VMEM at the same time.
 
-        The result is the number of blocks of a sequence if these fit in VMEM, and otherwise 1. The
-        blocks are those that the kernel revisits: blocks of keys in the forward pass, which every
-        block of queries needs, and blocks of queries in the backward pass.
+        The blocks are those that the kernel visits several times: blocks of keys in the forward
+        pass, and blocks of queries in the backward pass. The result is the number of all blocks of
+        a sequence if they fit in VMEM, and otherwise 1.
 
         Args:
           queries: the length of the sequence.
@@ -145,10 +143,9 @@ class KernelWork(NamedTuple):
 
     @property
     def fits(self) -> bool:
-        """Whether all data that the backward kernel needs for one block of queries fit in VMEM.
+        """Whether the backward kernel fits in VMEM with one block of queries.
 
-        The memory order is "head_major". If one block fits, the span (the number of queries whose
-        gradients stay in VMEM) is made as long as VMEM allows.
+        The memory order is "head_major".
         """
         return self.vmem_bytes(self.blocks.queries) <= target().vmem_limit
 
@@ -162,7 +159,7 @@ class KernelWork(NamedTuple):
 
     @property
     def _moved(self) -> int:
-        """The number of VMEM bytes for `_sums` and for double-buffered head-major blocks."""
+        """The number of VMEM bytes for double-buffered head-major blocks and for `_sums`."""
         queries, keys, _ = self.blocks
         both, item = self.size + self.value_size, jnp.dtype(self.dtype).itemsize
         moved = self.step * self.each * queries * (both + self.size) + 2 * self.step * keys * both
@@ -201,9 +198,8 @@ def default_blocks(
         return rows == "size_major" or work(blocks).fits
 
     def of(tokens: int) -> Blocks:
-        # Prefer blocks whose span (the range of queries of one kernel call) covers all queries. Of
-        # these, prefer blocks with many heads, because work on one head hides the latency of
-        # another.
+        # Prefer blocks with which one kernel call can process all queries. Then prefer many heads,
+        # because work on one head hides the latency of another.
         most = min(MOST_HEADS, _ENTRIES // tokens**2)
         fitting = [Blocks(tokens, tokens, n) for n in divisors(kv_heads) if n * each <= most]
         whole_span = [blocks for blocks in fitting if has_room(blocks) and work(blocks).span >= N]
@@ -226,9 +222,9 @@ def default_blocks(
 def _costs(kernel: str, size: int) -> tuple[dict[int, float], float]:
     """Return a kernel's cost per logit for each block size, and a factor for blocks with one head.
 
-    The cost is multiplied by the factor if a block has only one query head. Like `_BLOCKS`, the
-    first result maps the number of tokens per block to the cost. The costs come from the schedules
-    of TPU compilers: see docs/benchmarks/kernels.md.
+    The first result has the form of `_BLOCKS`. If a block has only one query head, its cost is
+    multiplied by the factor. The costs come from the schedules of TPU compilers: see
+    docs/benchmarks/kernels.md.
     """
     backward = kernel.endswith("backward")
     of_256, alone = (1.6, 1.45) if backward else (_BLOCKS[256], 1.3)

@@ -1,9 +1,9 @@
 """Causal attention by cuDNN's fused kernels, on NVIDIA GPUs of the Ampere generation or later.
 
-The kernels are called through XLA's custom calls, which `jax.nn.dot_product_attention` uses, too.
-That function is not used here because it needs a GPU and cuDNN at tracing time, and does not return
-the log-sum-exp. It also expresses ALiBi and segments only as a bias for all pairs of tokens. Here
-ALiBi and segments are expressed as extra entries of queries and keys: see `entries`.
+The kernels are called through XLA's custom calls, as in `jax.nn.dot_product_attention`. That
+function is not used here, for three reasons. It needs a GPU and cuDNN at tracing time. It does not
+return the log-sum-exp. It needs a bias for all pairs of tokens to express ALiBi and segments. Here
+they are extra entries of queries and keys: see `entries`.
 """
 
 import functools
@@ -26,8 +26,8 @@ from pallas_kernels.causal_attention.interface import (
 )
 from pallas_kernels.target import target
 
-# Maps ten times the compute capability to substrings of device kinds. Unlisted kinds count as
-# Ampere (80), whose limits also hold for newer devices.
+# Maps ten times the compute capability to substrings of the names of device kinds. Unlisted kinds
+# count as Ampere (80), because newer devices support what Ampere supports.
 _KINDS = {
     90: ("H100", "H200", "H800", "H20", "GH200"),
     100: ("B100", "B200", "GB200"),
@@ -45,8 +45,8 @@ def capability_of(kind: str) -> int:
 def most_entries(capability: int) -> int:
     """Return the maximum head size for which cuDNN has both a forward and a backward kernel.
 
-    On Blackwell, cuDNN's support table (9.18) lists 256 for the forward and 128 for the backward
-    pass. A training step with heads of 136 entries or more would be refused at run time.
+    On Blackwell, cuDNN 9.18 supports 256 entries in the forward pass, but only 128 in the backward
+    pass.
     """
     return 256 if capability // 10 == 9 else 128
 
@@ -74,7 +74,7 @@ def refused(
       alibi: whether ALiBi is used.
       length: the number of keys.
       dtype: the dtype of queries.
-      cap: the soft cap on logits, or None. XLA's custom calls of cuDNN have no option for a cap.
+      cap: the soft cap on logits, or None. XLA's custom calls do not support a cap.
     """
     if cap is not None:
         return f"a soft cap on logits, {cap} (legal: None)"
@@ -166,7 +166,7 @@ def part_backward(
 
 
 def _as_part(operands: AttentionOperands, kv_heads: int) -> PartOperands:
-    """Return operands with the whole sequence as one part; a causal mask hides later keys."""
+    """Return the operands of attention from a sequence to itself, without the causal mask."""
     q, kv = operands.qkv, operands.kv
     if kv is None:
         q, kv = jnp.split(q, [q.shape[2] - 2 * kv_heads], axis=2)
@@ -221,8 +221,8 @@ def _with_entries(operands: PartOperands):
 def _of_positions(operands: PartOperands):
     """Return the amount by which the extra entries for ALiBi make each query's logits too large.
 
-    The entries add `slope j` in place of `-slope (i - j)`, so the difference is `slope i`, with i
-    the query's position and j the key's.
+    The entries add `slope j` in place of `-slope (i - j)`, where i is the query's position and j
+    the key's. The difference is `slope i`.
     """
     return operands.slopes * (operands.shift + jnp.arange(operands.q.shape[1]))[:, None]
 
@@ -284,8 +284,7 @@ def _run_cudnn(direction, shown, *arrays):
 
 def _custom_call(direction, shown, q, k, v, *saved):
     B, N, H, _ = q.shape
-    # In memory, the results have tokens before heads, like the operands. Their vectors include the
-    # extra entries for ALiBi and segments.
+    # In memory, tokens are before heads. Vectors include the extra entries for ALiBi and segments.
     rows = lambda x: jax.ShapeDtypeStruct((B, x.shape[2], x.shape[1], x.shape[3]), x.dtype)
     if direction == "forward":
         name, results = "__cudnn$fmhaSoftmax", [rows(q)]

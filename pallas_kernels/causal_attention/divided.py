@@ -1,11 +1,9 @@
 """Ring attention: causal attention with tokens sharded over devices.
 
-Keys and values are passed around a ring of devices. The sequence is cut into two parts per device,
-numbered in order. To balance the work, device i processes part i and the i-th part from the end.
-Together, these two parts have the same number of earlier keys on every device, so that in each ring
-step every device has the same work. Before the first ring step, devices exchange parts to change
-from the usual order to this assignment. After the last ring step, they exchange them back. This
-costs as much communication as one ring step.
+Keys and values are passed around a ring of devices. The sequence is cut into two parts per device.
+Device i processes part i and the i-th part from the end. Every device then has the same work in
+each ring step. Before the first ring step, devices exchange parts to get this assignment. After the
+last ring step, they exchange them back. This costs as much communication as one ring step.
 
 Attention within a window needs no ring: see `neighbours`.
 
@@ -76,7 +74,10 @@ def backward(
     results: ResultsAndCotangent,
     kv_heads: int,
 ) -> tuple[Float[Array, "B N P D"], KeysAndValues | None]:
-    """Return the cotangents of qkv and kv. The ring passes d_kv along with kv, in float32."""
+    """Return the cotangents of qkv and kv.
+
+    The ring passes the gradients of kv along with kv, in float32.
+    """
     ring = _Ring(axis, operands)
     parts = jax.tree.map(ring.balanced, (operands.qkv, operands.kv))
     of_queries = [ring.balanced(x) for x in results]
@@ -122,14 +123,12 @@ def _at(tree: Any, index: Any) -> Any:
 
 
 class _RingPair(NamedTuple):
-    """One call of attention, within a ring step, from one part of the sequence to another.
+    """A part of the sequence with queries, and a part with keys, that one ring step combines.
 
     Attributes:
-      query: the part of this device that has the queries: 0 for its low part, 1 for its high part.
-      key: the index of the part with the keys, among the two parts whose keys the device currently
-        has.
-      parts: the indices, within the sequence, of the part with the queries and of the part with the
-        keys.
+      query: which of this device's parts has the queries: 0 for the low part, 1 for the high part.
+      key: which of the two parts whose keys the device currently has is used: 0 or 1.
+      parts: the indices of the two parts within the sequence: first the queries', then the keys'.
     """
 
     query: Any
@@ -140,7 +139,7 @@ class _RingPair(NamedTuple):
 class _Ring:
     """A sequence that is cut into two parts per device, and the ring that passes keys around.
 
-    Of the `2 count` parts, device i of `count` processes part i (its low part) and part
+    There are `count` devices and `2 count` parts. Device i processes part i (its low part) and part
     `2 count - 1 - i` (its high part).
     """
 
@@ -154,24 +153,26 @@ class _Ring:
         return device, 2 * self.count - 1 - device
 
     def balanced(self, x: Float[Array, "B N *rest"]) -> Float[Array, "2 B half_N *rest"]:
-        """Return the low and the high part of this device, given its two consecutive parts in x."""
+        """Exchange parts between devices: return this device's low and high part.
+
+        x contains two consecutive parts of the sequence.
+        """
         halves = jnp.split(x, 2, axis=1)
         even, odd = (self._move(x, self._homes(n)) for n, x in enumerate(halves))
         swapped = self.me % 2 == 1
         return jnp.stack([jnp.where(swapped, odd, even), jnp.where(swapped, even, odd)])
 
     def natural(self, x: Float[Array, "2 B half_N *rest"]) -> Float[Array, "B N *rest"]:
-        """Return this device's two consecutive parts; undo the exchange of `balanced`."""
+        """Undo the exchange of `balanced`: return two consecutive parts."""
         swapped = self.me % 2 == 1
         halves = jnp.where(swapped, x[1], x[0]), jnp.where(swapped, x[0], x[1])
         back = ([(home, own) for own, home in self._homes(n)] for n in range(2))
         return jnp.concatenate([self._move(*pair) for pair in zip(halves, back, strict=True)], 1)
 
     def _homes(self, half: int) -> list[tuple[int, int]]:
-        """Return a pair (device, home) for each part `2 device + half`.
+        """Return, for each part `2 device + half`, the pair (device, home).
 
-        `device` has the part if parts are in token order, and `home` is the device that processes
-        it.
+        `device` has the part if parts are in token order. `home` is the device that processes it.
         """
         parts = (2 * device + half for device in range(self.count))
         return [(part // 2, min(part, 2 * self.count - 1 - part)) for part in parts]
@@ -207,9 +208,9 @@ class _Ring:
     def pairs(self, step: Int[Array, ""]) -> list[_RingPair]:
         """Return the two (query part, key part) pairs to process after `step` ring steps.
 
-        If the keys that this device received last belong to an earlier device, both of this
-        device's parts see the low part of the keys. If they belong to a later device, only this
-        device's high part sees keys, in both parts.
+        If the current keys come from an earlier device, both parts of this device see only the low
+        part of the keys. If they come from a later device, only this device's high part sees them,
+        and it sees both parts.
         """
         other = (self.me - step) % self.count
         low, high = self._parts_of(other)

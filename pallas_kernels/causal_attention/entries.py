@@ -1,9 +1,9 @@
 """ALiBi and segments as extra entries in queries and keys, for kernels with a causal mask only.
 
-Let i be a query's position and j a key's. A softmax over j does not change if a term that depends
-only on i is added. So ALiBi's term `-slope (i - j)` may be replaced by `slope j`, which is the dot
-product `(256 slope, slope) . (j // 256, j % 256)`. Integers up to 256 are exact in bfloat16, and so
-is a slope that is a power of two. Two more entries contain the rounding error of any other slope.
+Let i be a query's position and j a key's. Adding a term that depends only on i does not change a
+softmax over j. So ALiBi's term `-slope (i - j)` may be replaced by `slope j`. This is the dot
+product `(256 slope, slope) . (j // 256, j % 256)`. In bfloat16, integers up to 256 and slopes that
+are powers of two are exact. For other slopes, two more entries contain the rounding error.
 
 Each segment has a code `c`, a vector of signs. The term `512 (c_i . c_j - len(c))` is 0 within a
 segment and at most -1024 between two segments. In float32, this gives a weight of 0 as long as
@@ -16,7 +16,7 @@ from jaxtyping import Array, Float, Int
 # Maximum sequence length whose positions are exact in all supported dtypes.
 POSITIONS = 65536
 # The factor by which each sign in a segment's code is multiplied. Dot products of codes are exact
-# in bfloat16 for up to 256 signs, and in float16 for up to 127.
+# for up to 256 signs in bfloat16, and for up to 127 in float16.
 _APART = 512
 
 

@@ -1,8 +1,7 @@
 """The functions and operands of every implementation of causal attention.
 
-An implementation is a module with these functions. `kv_heads` is the number of key heads and of
-value heads. `rows` is the preferred memory order, if the implementation has kernels for both
-orders:
+An implementation is a module with the functions below. `kv_heads` is the number of key heads and of
+value heads. `rows` is the preferred memory order, for implementations with kernels for both orders.
 
     attention_forward(AttentionOperands, *, kv_heads, rows)
         -> (out [B, N, H, Dv], log_sums [B, N, H])
@@ -14,8 +13,8 @@ orders:
 
 Outputs are in the dtype of the queries. `log_sums` contains each softmax's log-sum-exp, at least
 float32. If `to` is not None, the output is written into that slice of a stack, and the stack is
-returned in place of the output. In the backward pass, with logits s and weights p: `ds = p (d_out v
-- sum(out d_out))`, where the sum runs over an output vector's entries.
+returned in place of the output. With logits s and weights p, the backward pass computes `ds = p
+(d_out v - sum(out d_out))`, where the sum runs over an output vector's entries.
 """
 
 from typing import Literal, NamedTuple
@@ -36,10 +35,10 @@ KeysAndValues = tuple[Float[Array, "B K G D"], Float[Array, "B K G Dv"]]
 
 @jax.tree_util.register_static
 class Window(int):
-    """The size of a sliding window: query i sees key j only if `i - j` is smaller than it.
+    """The size of a sliding window: query i sees key j only if `i - j < size`.
 
-    A `Window` is part of a pytree's structure and not a leaf, because kernels are compiled for one
-    window.
+    A `Window` is part of a pytree's structure, not a leaf, because kernels are compiled for one
+    size.
     """
 
 
@@ -47,8 +46,7 @@ class Window(int):
 class Cap(float):
     """The soft cap c on logits: `c tanh(x / c)` in place of `x = scale q_i . k_j`.
 
-    A `Cap` is part of a pytree's structure and not a leaf, because kernels are compiled for one
-    cap.
+    A `Cap` is part of a pytree's structure, not a leaf, because kernels are compiled for one cap.
     """
 
 
@@ -74,8 +72,7 @@ def kernel_logits(
     """
     if cap is None:
         return products * (scale * LOG2_E), None
-    # Constant factors are multiplied in advance, so that a cap costs only one more product and a
-    # tanh per logit.
+    # Constant factors are multiplied in advance. A cap then costs one product and a tanh per logit.
     tanh = jnp.tanh(products * (scale * (1 / float(cap))))
     return tanh * (float(cap) * LOG2_E), tanh
 
@@ -135,8 +132,8 @@ class PartOperands(NamedTuple):
       slopes: the slopes of ALiBi, or None.
       segments: the segments of the queries and of the keys; None if they are all one segment.
       window: None, or the limit of `i - j`, where i counts from the first query and j from the
-        first key. It is the number of tokens that a query sees, minus the distance between the two
-        parts, and may be 0 or negative.
+        first key. The limit may be 0 or negative, because the distance between the two parts has
+        been subtracted.
       cap: the soft cap on `scale q_i . k_j`, or None.
     """
 

@@ -1,11 +1,11 @@
 """Causal attention on TPUs, with the faster of two kernels.
 
-The kernel of `mosaic_tpu_whole` processes a whole sequence in one grid step and is used for short
-sequences. The kernel of `mosaic_tpu_blocks` processes one block of queries and one block of keys in
-a grid step. Both read and write arrays in either memory order, "size_major" [B, D, P, N] or
-"head_major" [B, P, D, N]. The blockwise kernel does not support "size_major" if the number of
-bfloat16 heads is odd, or if the gradients of all queries do not fit in VMEM. XLA then transposes
-the arrays to "head_major".
+The kernel of `mosaic_tpu_whole` is for short sequences. One grid step processes a whole sequence.
+In the kernel of `mosaic_tpu_blocks`, a grid step processes one block of queries and one block of
+keys. Both kernels support both memory orders, "size_major" [B, D, P, N] and "head_major" [B, P, D,
+N]. There are two cases in which the blockwise kernel does not support "size_major": the number of
+bfloat16 heads is odd, or the gradients of all queries do not fit in VMEM. XLA then transposes the
+arrays.
 """
 
 import math
@@ -31,8 +31,7 @@ from pallas_kernels.causal_attention.interface import (
 )
 from pallas_kernels.causal_attention.mosaic_tpu_whole import tokens_first, tokens_last
 
-# Maximum length for which the whole-sequence kernel is faster than the blockwise kernel, although
-# half of its logits are masked.
+# Maximum length for which the whole-sequence kernel is faster than the blockwise kernel.
 _WHOLE = 1024
 
 
@@ -70,8 +69,9 @@ def _heads(
 ) -> tuple[int, int]:
     """Return the numbers of query heads and of key heads.
 
-    If one array contains queries, keys and values, the number of query heads is taken from the
-    log-sum-exps in `results`. Without `results`, both numbers are assumed to be equal.
+    If one array contains queries, keys and values, its shape does not state both numbers. The
+    number of query heads is then taken from the log-sum-exps in `results`. Without `results`, both
+    numbers are assumed to be equal.
     """
     if isinstance(operands, PartOperands):
         return operands.q.shape[2], operands.keys_and_values[0].shape[2]
@@ -172,7 +172,7 @@ def _delta(results: ResultsAndCotangent) -> Float[Array, "B Q H"]:
 
 
 def _part(kernel: str, operands: PartOperands) -> tuple[by_blocks.BlockOperands, Blocks]:
-    """Return operands for the blockwise kernels, and block sizes that divide their lengths."""
+    """Return the operands for the blockwise kernels, and block sizes that divide the lengths."""
     k, v = operands.keys_and_values
     heads, kv_heads = operands.q.shape[2], k.shape[2]
     blocks = _blocks(kernel, operands, _key(operands, (heads, kv_heads), "head_major"))
@@ -230,8 +230,8 @@ def _blocks(kernel: str, operands: AttentionOperands | PartOperands, key: dict[s
 def _of_logits(operands: AttentionOperands | PartOperands) -> dict[str, Any]:
     """Return the arguments of `default_blocks` for the window and the soft cap.
 
-    For attention to a part of a sequence, the window is None. There a window may be negative, and
-    block sizes are chosen as if there were no window.
+    For attention to another part of a sequence, the returned window is None, because the real one
+    may be negative.
     """
     window = None if isinstance(operands, PartOperands) else operands.window
     return {"window": window, "capped": operands.cap is not None}

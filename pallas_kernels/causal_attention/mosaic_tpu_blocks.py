@@ -1,27 +1,25 @@
 """Blockwise causal attention for any length on TPUs, with an online softmax.
 
 Tokens are in the lanes, and a head is [D, N]: `S^T = K^T Q`, a softmax over rows, `O = V P^T`. The
-grid runs over batch rows, key heads, and pairs of a block of queries with a block of keys that it
-sees. The list of pairs is static (`mosaic_tpu_pairs`), so nothing above the diagonal, or before the
-windows of all queries in a block, is copied or computed. If the list does not fit in SMEM, the
-queries are divided into several ranges ("spans"), one per kernel call. A key head is processed
-together with all its query heads (Ainslie et al. 2023).
+grid runs over batch rows, key heads, and pairs of a query block and a key block. The list of pairs
+is static (`mosaic_tpu_pairs`) and omits pairs in which no query sees a key. If the list does not
+fit in SMEM, the queries are divided into several ranges ("spans"), one per kernel call. A key head
+is processed together with all its query heads (Ainslie et al. 2023).
 
-The memory order is either "head_major", [B, heads, D, N], or "size_major", [B, D, P, N], the order
-in which the key-vector kernels write it. The latter requires queries, keys and values of equal
-length in one array. The heads in a block of size-major rows are extracted once, and stay in VMEM
-for all pairs that contain the block.
+The memory order is either "head_major", [B, heads, D, N], or "size_major", [B, D, P, N]. The
+key-vector kernels write the latter. It requires queries, keys and values of equal length in one
+array. Heads are extracted once from a size-major block, and stay in VMEM for all pairs that contain
+the block.
 
 In the forward pass, the weights of a pair are relative to the largest logit so far, and earlier
 sums are rescaled when a larger logit is found (Milakov and Gimelshein 2018; Dao et al. 2022). In
-the backward pass, pairs are ordered by key block. The gradients of each block's keys and values are
-summed over the queries that see them. The gradients of all queries of a span stay in VMEM until
-their last key block is processed, which also limits the length of a span. Weights are recomputed
-from the log-sum-exps. The backward pass takes five matrix products per pair. Two separate kernels,
-one for the queries' gradients and one for those of keys and values, would take seven.
+the backward pass, pairs are ordered by key block. The gradients of all queries of a span stay in
+VMEM until their last key block is processed. This also limits the length of a span. Weights are
+recomputed from the log-sum-exps. The backward pass takes five matrix products per pair. Separate
+kernels for the gradients of queries and of keys would take seven.
 
-Masks are applied only to the pairs that need them: pairs on the diagonal or at the end of a window,
-and pairs with several segments. Pairs whose ranges of segment ids do not overlap are skipped.
+Masks are applied only where they are needed: on the diagonal, at the end of a window, and in pairs
+with several segments. Pairs whose ranges of segment ids do not overlap are skipped.
 
 Let T queries see N keys each on average. With H query heads and G key heads of size D, blocks of b
 queries, and E bytes per entry, the forward kernel takes `4 T N H D` FLOPs and moves `2 E T D (H + G
@@ -149,8 +147,8 @@ def attention_forward(
     """Compute `softmax(scale q.k - slope (i - j)) v`, and each softmax's log-sum-exp in float32.
 
     The output has the memory order of the operands: [B, H, Dv, Nq], or [B, Dv, H, Nq]. A query that
-    sees no key gets a log-sum-exp below all others. Its output therefore has weight 0 when the
-    results for several parts of the keys are merged.
+    sees no key gets a log-sum-exp below all others. When its output is merged with others, it has
+    weight 0.
     """
     spans = _spans(operands, blocks, by_keys=False)
     outs = [_span_forward(own, blocks, interpret) for _, own in spans]
@@ -190,7 +188,9 @@ def attention_backward(
     blocks: Blocks,
     interpret: bool | pltpu.InterpretParams = False,
 ) -> tuple[Float[Array, "B H D Nq"], Float[Array, "B G D Nk"], Float[Array, "B G Dv Nk"]]:
-    """Return the cotangents of q, k and v. With logits s and weights p: `ds = p (d_out v - delta)`.
+    """Return the cotangents of q, k and v.
+
+    With logits s and weights p, the cotangent of the logits is `ds = p (d_out v - delta)`.
 
     Args:
       operands: the operands of the forward pass.
@@ -297,8 +297,8 @@ def _forward_kernel(call: _BlocksCall, ref):
     @pl.when(at.is_(pairs.LAST))
     def _():
         for head in range(call.step * call.each):
-            # The sum of the weights, `total`, is 0 for a query that saw no key. A lower limit above
-            # 0 makes the output of such a query 0 and not NaN.
+            # `total`, the sum of the weights, is 0 for a query that saw no key. The lower limit
+            # prevents a division by 0, so the output of such a query is 0 and not NaN.
             total = jnp.maximum(ref["total"][head], jnp.finfo(jnp.float32).tiny)
             ref["out"][0, head] = (ref["sum"][head] / total).astype(call.dtype)
             largest = ref["largest"][head] - _left_out(call, ref, at, head)
@@ -357,7 +357,7 @@ def _backward_kernel(call: _BlocksCall, ref):
 
 
 class _BlockPair:
-    """A grid step's pair of a block of queries and a block of keys, with its properties."""
+    """The query block and the key block that a grid step processes, with their properties."""
 
     def __init__(self, ref):
         self.group, self.step = pl.program_id(1), pl.program_id(2)
@@ -369,7 +369,7 @@ class _BlockPair:
 
 
 def _with_heads(call: _BlocksCall, ref, at: _BlockPair):
-    """Extract the heads of size-major blocks that are not in scratch yet, and return all refs."""
+    """Extract heads from size-major blocks, if they are not yet in scratch, and return all refs."""
     if not call.size_major:
         return ref
     own, others, slot = ("q",), ("k", "v"), at.key_block
@@ -417,9 +417,9 @@ def _in_parts(call: _BlocksCall, attend, masked: bool) -> None:
 
 
 def _logits(call: _BlocksCall, ref, at: _BlockPair, head, own, visible):
-    """Return log2(e) times the logits [keys, queries], which are too large by `_left_out`.
+    """Return log2(e) times the logits [keys, queries], and the tanh that `kernel_logits` returns.
 
-    The second result is the tanh that `kernel_logits` returns.
+    The logits are too large by the amount that `_left_out` returns.
     """
     bq, bk, _ = call.blocks
     q, k = ref["q"][0, head], ref["k"][0, own]
@@ -451,8 +451,8 @@ def _visible(call: _BlocksCall, ref, at: _BlockPair):
         ahead = at.query_block * bq - at.key_block * bk
         visible = iota((bk, bq), 1) - iota((bk, bq), 0) + ahead < call.window
     if call.offset is not None:
-        # If the distance between query block and key block is the same in all masked pairs, it is
-        # passed as a constant. The compiler then knows which logits are masked and skips them.
+        # If all masked pairs have the same distance between query block and key block, it is a
+        # constant. The compiler then skips the masked logits.
         behind = {
             call.offset + i * bq - j * bk
             for i in range(call.queries // bq)
@@ -483,9 +483,8 @@ def _left_out(call: _BlocksCall, ref, at: _BlockPair, head):
     """Return the amount by which the logits are too large: a part of ALiBi that `_logits` omits.
 
     The omitted part is the slope times the query's index in its block. It depends only on the
-    query, so a softmax over keys does not need it. Without it, the logits are larger, but in
-    bfloat16 models their rounding error stays below that of the weights. Float32 kernels omit
-    nothing.
+    query, so it does not change a softmax over keys. Float32 kernels omit nothing, because larger
+    logits have larger rounding errors.
     """
     if not call.alibi or _is_exact(call):
         return 0.0
@@ -521,11 +520,10 @@ def _call_of(operands: BlockOperands, blocks: Blocks, *, by_keys: bool) -> _Bloc
 def _spans(
     operands: BlockOperands, blocks: Blocks, *, by_keys: bool
 ) -> Iterator[tuple[slice, BlockOperands]]:
-    """Yield the spans of queries that a kernel can process at a time, with their operands.
+    """Yield the ranges of queries ("spans") that one kernel call can process, with their operands.
 
-    The tables of a span's pairs fit in SMEM. In the backward pass (`by_keys`), the gradients of the
-    span's queries fit in VMEM. Size-major rows are always a single span: see
-    `KernelWork.supports_rows`.
+    The tables of a span's pairs fit in SMEM. In the backward pass (`by_keys`), the gradients of its
+    queries fit in VMEM. Size-major arrays are always one span: see `KernelWork.supports_rows`.
     """
     q, (heads, _), segments = operands.q, operands.heads, operands.segments
     call = _call_of(operands, blocks, by_keys=by_keys)
@@ -549,10 +547,9 @@ def _spans(
 
 
 def _without_unseen_keys(operands: BlockOperands, blocks: Blocks) -> tuple[BlockOperands, int]:
-    """Return head-major operands without the blocks of keys before the windows of all queries.
+    """Remove the key blocks that are before the windows of all queries.
 
-    One block of keys is kept in any case. The second result is the number of keys that are left
-    out.
+    At least one key block is kept. Returns the head-major operands, and the number of removed keys.
     """
     first, keys, window = 0, operands.k.array.shape[3], operands.window
     if window is not None:
@@ -601,7 +598,7 @@ def _of_rows(call: _BlocksCall, part: int, table: str) -> pl.BlockSpec:
 
 
 def _spec(call: _BlocksCall, shape, index) -> pl.BlockSpec:
-    """Return a block spec whose `index(b, g, p, tables)` gets the prefetched tables as a dict."""
+    """Return a block spec; `index(b, g, p, tables)` receives the prefetched tables as a dict."""
 
     def by_name(b, g, p, *tables):
         return index(b, g, p, dict(zip(call.tables, tables, strict=True)))
@@ -670,7 +667,7 @@ def _inputs(call: _BlocksCall, operands: BlockOperands):
 def _ranges(ids: Int[Array, "B N"], block: int) -> tuple[Int[Array, "B 1 n"], pl.BlockSpec]:
     """Return the smallest and the largest segment id of each block of tokens, and a block spec.
 
-    The two ids alternate along the last axis. The block spec selects one batch row at a time.
+    The two ids alternate along the last axis. The block spec selects one batch row.
     """
     blocks = ids.reshape(ids.shape[0], -1, block)
     ends = jnp.stack([blocks.min(axis=-1), blocks.max(axis=-1)], axis=-1)

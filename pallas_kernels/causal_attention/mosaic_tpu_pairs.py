@@ -7,14 +7,12 @@ from typing import Any
 
 import numpy as np
 
-# The properties of a pair (a block of queries and a block of keys), as bits. A pair belongs to its
-# block of queries in the forward pass, and to its block of keys in the backward pass.
+# The properties of a pair of a query block and a key block, as bits. In the forward pass, a pair
+# belongs to its query block; in the backward pass, to its key block.
 # - FIRST, LAST: the pair is the first or the last pair that belongs to its block.
-# - MASKED: some queries of the pair do not see some of its keys, because these keys are later
-#   than the query or before its window.
-# - DONE: the pair is the last one with its block of queries.
-# - NEW: the other block of the pair, to which the pair does not belong, must be extracted from
-#   size-major rows.
+# - MASKED: some query of the pair does not see some of its keys.
+# - DONE: the pair is the last one with its query block.
+# - NEW: heads must be extracted from the other block of the pair (the one it does not belong to).
 FIRST, LAST, MASKED, DONE, NEW = 1, 2, 4, 8, 16
 
 
@@ -24,10 +22,10 @@ def count(call: Any) -> int:
 
 
 def seen(call: Any, block: int) -> range:
-    """Return the blocks of keys in which some query of a block of queries sees a key.
+    """Return the key blocks in which some query of a query block sees a key.
 
-    There is at least one block, so that the results of all queries are written. If all keys are
-    before the window, the result is the last block, although the queries see none of its keys.
+    The result has at least one block, so that the results of all queries are written. If all keys
+    are before the window, it is the last block.
     """
     bq, bk, _ = call.blocks
     end = call.keys // bk
@@ -41,7 +39,7 @@ def seen(call: Any, block: int) -> range:
 
 
 def is_masked(call: Any, i: int, j: int) -> bool:
-    """Return whether query block i has a query that does not see all keys of key block j."""
+    """Return whether some query of query block i does not see some key of key block j."""
     bq, bk, _ = call.blocks
     if call.window is not None and (i + 1) * bq - 1 - j * bk >= call.window:
         return True
@@ -51,18 +49,18 @@ def is_masked(call: Any, i: int, j: int) -> bool:
 
 
 def all_masked(call: Any) -> bool:
-    """Return whether every pair of blocks has a query that does not see all of the pair's keys."""
+    """Return whether every pair of blocks has a query that does not see some key of the pair."""
     blocks = range(call.queries // call.blocks.queries)
     return all(is_masked(call, i, j) for i in blocks for j in seen(call, i))
 
 
 def tables(call: Any) -> dict[str, np.ndarray]:
-    """Return tables that map each grid step to the blocks and the properties of its pair.
+    """Return tables that map each grid step to its pair of a query block and a key block.
 
-    `queries` and `keys` contain the pair's blocks, and `kinds` its properties as bits. `done`
-    contains the block of queries whose gradients were completed last, or, before the first
-    completion, the block that is completed first. `fetched` contains the block of size-major rows
-    that is in VMEM.
+    `queries` and `keys` contain the indices of the two blocks, and `kinds` the properties of the
+    pair as bits. `done` contains the index of the query block whose gradients were completed last.
+    Before the first completion, it is the block that is completed first. `fetched` contains the
+    index of the size-major block that is in VMEM.
     """
     seen_by = [seen(call, i) for i in range(call.queries // call.blocks.queries)]
     pairs = [(i, j) for i, blocks in enumerate(seen_by) for j in blocks]

@@ -1,13 +1,11 @@
 """Extraction of heads from size-major rows, [D, rows, tokens], in VMEM, and the reverse.
 
-In the blockwise kernels, the name "rows_q" denotes a step's block of size-major rows, and "q" the
-heads that are extracted from it into scratch, [heads, D, tokens]. Other arrays are named in the
-same way.
+In the blockwise kernels, "rows_q" is a block of size-major rows, and "q" is the heads [heads, D,
+tokens] that are extracted from it into scratch. Other arrays are named in the same way.
 
-A head consists of every `rows`-th row of the flattened block. Strided loads can fetch such rows
-only if these consist of 32-bit words in 128 lanes. Therefore the bfloat16 rows of two neighbouring
-heads, which share words, are loaded together and split. Results are joined and stored in the same
-way.
+A head consists of every `rows`-th row of the flattened block. Strided loads fetch such rows, but
+only as 32-bit words in 128 lanes. The bfloat16 rows of two neighbouring heads share words. They are
+therefore loaded together and split, and results are joined before they are stored.
 """
 
 from typing import Any, NamedTuple
@@ -20,8 +18,8 @@ from jaxtyping import Array, Float
 
 from pallas_kernels.call import LANES, round_up
 
-# Number of 32-bit words that `Layout.view` returns for each component of a head's vectors. A view
-# starts at a multiple of this number.
+# Number of 32-bit words per vector component that `Layout.view` returns. A view starts at a
+# multiple of this number.
 VIEWED = 4
 
 
@@ -76,14 +74,14 @@ class Layout(NamedTuple):
 
     @property
     def direct(self) -> bool:
-        """Whether strided loads can read heads from a block of 128 tokens in place (see `view`)."""
+        """Whether strided loads can read heads directly from a block of 128 tokens (see `view`)."""
         return self.packed == 2 and self.words % 8 == 0
 
     def view(self, block: Any, first: Any) -> Any:
         """Return a block of 128 tokens as words, in the order of `fetch`, starting at `first`.
 
-        `first` must be a multiple of `VIEWED`. Memory outside scratch is stored in tiles of that
-        many words, and the offset of a load within a tile must be known at compile time.
+        `first` must be a multiple of `VIEWED`, because the offset of a load within a tile of
+        `VIEWED` words must be known at compile time.
         """
         words = block.bitcast(jnp.int32).reshape(self.size * self.words, LANES)
         return words.at[pl.ds(first, (self.size - 1) * self.words + VIEWED)]
@@ -95,7 +93,7 @@ class Layout(NamedTuple):
         )
 
     def read_heads_of_tiles(self, tiles: list[Any], row: Any) -> list[Float[Array, "D tokens"]]:
-        """Read heads like `read_heads`, from a list with the words of each tile of 128 tokens."""
+        """Do the same as `read_heads` for a list with the words of each tile of 128 tokens."""
         found = jnp.concatenate([words[self._of_head(row), :] for words in tiles], axis=1)
         if self.packed == 1:
             return [found]
@@ -174,7 +172,7 @@ def extract_heads(call: Any, ref, names: tuple[str, ...]) -> None:
 def _sum_products(call: Any, ref) -> None:
     """Compute `delta`, the sum of out * d_out over the entries of a head, for all heads.
 
-    All heads are processed at once, because the rows of one entry are adjacent in memory.
+    All heads are processed together, because their rows are adjacent in memory.
     """
     layout = call.layout_out
     for start in range(0, layout.tokens, LANES):
@@ -192,7 +190,7 @@ _ALL_ROWS = {"q": "rows_q", "k": "rows_k", "v": "rows_k"}
 
 
 def _first_rows(call: Any) -> dict[str, int]:
-    """Return the indices, along the axis of P rows, at which queries, keys and values begin."""
+    """Return the indices along the axis P at which queries, keys and values begin."""
     return {"q": 0, "k": call.heads, "v": call.heads + call.kv_heads}
 
 

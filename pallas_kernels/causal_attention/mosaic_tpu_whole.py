@@ -4,14 +4,11 @@ Tokens are in the lanes, so a head's queries, keys and values are [D, N] tiles. 
 computes `S^T = K^T Q`, a softmax over rows, and `O = V P^T`. The memory order of the arrays is
 either
 
-- "size_major", [B, D, P, N], in which the key-vector kernels write the vectors that they read from
-  a residual matrix; heads are extracted in VMEM;
-- "head_major", [B, P, D, N], the order in which the projection of an ordinary Transformer writes
-  these vectors.
+- "size_major", [B, D, P, N], the order in which the key-vector kernels write;
+- "head_major", [B, P, D, N], the order in which a projection writes.
 
-In one grid step, a whole sequence with all heads is in VMEM. At any time, only the logits of one
-block of queries of one head exist. Blocks of keys above the diagonal, or before the windows of all
-queries in a block, are never computed.
+In one grid step, a whole sequence with all heads is in VMEM. The logits are computed for one block
+of queries at a time, and only for the key blocks that contain visible keys.
 
 For T tokens in sequences of length N, with H heads of size D and E bytes per entry, the forward
 kernel takes `2 T N H D` FLOPs (causal) and moves `4 E T H D` bytes; the backward kernel takes `5 T
@@ -42,8 +39,8 @@ from pallas_kernels.products import LOG2_E, MASKED, dot, dot_columns, dot_rows
 from pallas_kernels.target import target
 
 _SUBLANES = 8
-# `_TOGETHER`: maximum number of heads per loop iteration, whose work the compiler can interleave.
-# `_AHEAD`: number of blocks of logits that are computed in advance.
+# `_TOGETHER`: maximum number of heads per loop iteration. `_AHEAD`: number of blocks of logits that
+# are computed in advance.
 _TOGETHER, _AHEAD = 4, 2
 
 
@@ -76,12 +73,12 @@ class _WholeCall(NamedTuple):
 
     @property
     def packed(self) -> int:
-        """The number of heads that are loaded together, because their rows share 32-bit words."""
+        """The number of heads whose rows share 32-bit words."""
         return self.layout(1).packed if self.rows == "size_major" else 1
 
     @property
     def direct(self) -> bool:
-        """Whether kernels read heads from the inputs without a copy, in tiles of 128 tokens."""
+        """Whether kernels read heads directly from the inputs, in tiles of 128 tokens."""
         return self.rows == "size_major" and self.layout(self.heads).direct
 
     def layout(self, vectors: int) -> Layout:
@@ -205,8 +202,7 @@ def _forward_kernel(call: _WholeCall, ref):
         _each_ahead(call, len(heads), logits, mix)
         _write_each_head(call, ref, "out", 0, groups, [jnp.concatenate(x, axis=1) for x in outs])
         for (head, *_), parts in zip(heads, log_sums, strict=True):
-            # Write whole rows, because Mosaic cannot write 128 tokens at a dynamic offset within a
-            # wider row.
+            # Write whole rows, because Mosaic cannot write a part of a row at a dynamic offset.
             ref["log_sums"][0, pl.ds(head, 1)] = jnp.concatenate(parts, axis=1)
 
     _for_each_group(call, ref, attend)
@@ -264,8 +260,7 @@ def _each_ahead(call: _WholeCall, heads: int, make, use):
     """Run `use(n, start, made)` for each head n and each block of queries, which begins at `start`.
 
     `made` is the result of `make(n, start)`, which is called `_AHEAD` iterations in advance. The
-    compiler keeps this order, so the matrix units compute the next logits while the vector unit
-    processes the current ones.
+    matrix units can then compute the next logits while the vector unit processes the current ones.
     """
     units = [(n, start) for n in range(heads) for start in range(0, call.length, call.queries)]
     made = [make(*unit) for unit in units[:_AHEAD]]
@@ -275,9 +270,9 @@ def _each_ahead(call: _WholeCall, heads: int, make, use):
 
 
 def _logits(call: _WholeCall, ref, head, q, k, start):
-    """Return a block's logits, [keys up to the diagonal, queries], multiplied by log2(e).
+    """Return log2(e) times a block's logits, and the tanh that `kernel_logits` returns.
 
-    The second result is the tanh that `kernel_logits` returns.
+    The logits are [keys up to the diagonal, queries].
     """
     end, seen = start + call.queries, call.seen(start)
     products = dot_rows(k[:, seen], q[:, start:end])
@@ -296,7 +291,7 @@ def _logits(call: _WholeCall, ref, head, q, k, start):
     return jnp.where(visible, logits, MASKED), tanh
 
 
-# Reading and writing of a head's rows --------------------------------------------------------
+# Reading and writing the rows of heads -------------------------------------------------------
 
 
 def _for_each_group(call: _WholeCall, ref, attend):
@@ -333,7 +328,7 @@ def _deliver(call: _WholeCall, ref, name: str, scratch: str, vectors: int):
 
 
 def _each_head(call: _WholeCall, groups, *arrays, ref) -> list[tuple]:
-    """Return a tuple for each head in `groups`: the head's index, and its rows in each array.
+    """Return a tuple for each head in `groups`: its index, and its rows in each array.
 
     `arrays` are pairs (name, part), as in `_heads`. The rows in one array have the shape [D, N].
     """
@@ -477,7 +472,7 @@ def _read(call: _WholeCall, name: str, rows, block: pl.BlockSpec) -> dict[str, A
 def _scratch(call: _WholeCall, written: dict[str, int], **read: int) -> dict[str, Any]:
     """Return the scratch shapes, which include 32-bit words for size-major arrays.
 
-    The arrays in `read` need no words if the kernel reads their heads in place (`call.direct`).
+    The arrays in `read` need no words if the kernel reads heads directly from them (`call.direct`).
     """
     scratch = {}
     if call.segments:
@@ -515,7 +510,7 @@ def _of_sums(call: _WholeCall) -> pl.BlockSpec:
 
 
 def _of_slot(call: _WholeCall, slot: StackSlice, vectors: int):
-    """Return the operand for a `StackSlice` (its stack with a block spec), and arrays to prefetch.
+    """Return a `StackSlice`'s operand (the stack and a block spec), and the arrays to prefetch.
 
     The only prefetched array is the index of the slice.
     """

@@ -1,9 +1,9 @@
 """Attention within windows, with tokens sharded over devices that send keys to their neighbours.
 
-A device has N consecutive tokens. With windows of W tokens, its queries see its own keys and the
-keys of the `ceil((W - 1) / N)` devices before it. These devices send their keys and values, and get
-the gradients back. All devices except the first ones have the same work. Therefore parts of the
-sequence need not be exchanged to balance the work, unlike in the module `divided`.
+A device has N consecutive tokens. With windows of W tokens, its queries see its own keys and those
+of the `ceil((W - 1) / N)` devices before it. These devices send their keys and values, and receive
+the gradients. All devices except the first few have the same work. Unlike in the module `divided`,
+the work need not be balanced.
 """
 
 from typing import Any
@@ -38,7 +38,7 @@ def forward(
     state = out.astype(sums.dtype), sums
     for hops in line.hops:
         out, sums = ops.part_forward(line.part(hops))
-        # The first devices received zeros in place of keys. Give these zeros a weight of 0.
+        # The first devices received zeros in place of keys, which must get a weight of 0.
         sums = jnp.where(line.me >= hops, sums, jnp.finfo(sums.dtype).min)
         state = merged(state, (out, sums))
     return state[0].astype(operands.qkv.dtype), state[1]
@@ -73,7 +73,7 @@ def backward(
 
 
 class _Line:
-    """The devices along a mesh axis, in the order of their tokens, from one device's point of view.
+    """The devices along a mesh axis, in the order of their tokens, as one of them sees them.
 
     Attributes:
       me: this device's index along the axis.
@@ -95,7 +95,7 @@ class _Line:
 
     @property
     def hops(self) -> range:
-        """The distances, in devices, to the earlier devices with keys in this device's windows."""
+        """The distances to the earlier devices that have keys within this device's windows."""
         most = -(-(self._operands.window - 1) // self._length)
         return range(1, min(most, self._count - 1) + 1)
 

@@ -1,10 +1,8 @@
 """Causal attention in plain JAX, with an online softmax over pairs of blocks.
 
-Only the logits of one block of queries with one block of keys exist at a time, in the forward and
-in the backward pass. Pairs of blocks above the diagonal, or before the windows of all their
-queries, are skipped. A single loop of static length runs over the pairs, so that a GPU need not
-wait for its host between them. The backward pass recomputes the weights of each pair from the
-log-sum-exps.
+Both passes process one pair of a query block and a key block at a time. Pairs in which no query
+sees a key are skipped. A single loop of static length runs over the pairs, so that a GPU need not
+wait for its host. The backward pass recomputes the weights of each pair from the log-sum-exps.
 
 Milakov and Gimelshein 2018, Online normalizer calculation for softmax; Dao et al. 2022,
 FlashAttention; Rabe and Staats 2021, Self-attention Does Not Need O(n^2) Memory.
@@ -32,11 +30,10 @@ from pallas_kernels.causal_attention.interface import (
 )
 from pallas_kernels.platform import vary_alike
 
-# Maximum number of logits, over all batch rows and heads, that may exist at once: 128 MiB in
-# float32.
+# Maximum number of logits in memory, over all batch rows and heads: 128 MiB in float32.
 LOGITS = 2**25
-# Candidate numbers of tokens per block. The largest size with at most LOGITS logits is used, or
-# else the smallest size.
+# Candidate numbers of tokens per block. The largest one with at most LOGITS logits is used, or else
+# the smallest.
 _SIZES = (512, 256, 128)
 
 
@@ -80,7 +77,7 @@ def part_backward(
 
 
 def _as_part(operands: AttentionOperands, kv_heads: int) -> PartOperands:
-    """Return operands with the whole sequence as one part; a causal mask hides later keys."""
+    """Return the operands of attention from a sequence to itself, without the causal mask."""
     q, *kv = reference.split(operands, kv_heads)
     return _separated(
         PartOperands(
@@ -122,8 +119,8 @@ def _forward(
         found = out / sums[..., None], largest + jnp.log(sums)
         return _write_at(state, i, merged(_at(state, i), found)), None
 
-    # The initial log-sum-exps are the lowest finite float, so that the initial outputs, which are
-    # zeros, get no weight when the first block is merged.
+    # The initial log-sum-exps are the lowest finite float. The initial outputs (zeros) then get no
+    # weight when the first block is merged.
     rows = q.shape[:-1]
     state = blocks.zeros((*rows, v.shape[-1])), blocks.zeros(rows) + jnp.finfo(blocks.dtype).min
     (out, sums), _ = jax.lax.scan(step, state, blocks.pairs)
@@ -136,7 +133,7 @@ def _backward(
     results: ResultsAndCotangent,
     d_sums: Float[Array, "B Q H"] | None = None,
 ) -> tuple[Float[Array, "B Q H D"], Float[Array, "B K G D"], Float[Array, "B K G Dv"]]:
-    """Return the cotangents of q, k and v, in float32 or wider, from the results' cotangents.
+    """Return the cotangents of q, k and v, in float32 or wider.
 
     `d_sums` is the cotangent of the log-sum-exps; None means zero.
     """
@@ -206,8 +203,7 @@ class _OnlineBlocks:
         if causal:
             pairs = pairs[pairs[:, 0] >= pairs[:, 1]]
         if window is not None:
-            # The smallest distance in a pair of blocks is that from its first query to its last
-            # key.
+            # The first query and the last key of a pair of blocks have the smallest distance.
             first_queries, next_keys = (
                 pairs[:, 0] * self._sizes[0],
                 (pairs[:, 1] + 1) * self._sizes[1],
@@ -253,7 +249,7 @@ class _OnlineBlocks:
         k: Float[Array, "B G k D"],
         pair: tuple[Int[Array, ""], Int[Array, ""]],
     ) -> tuple[Float[Array, "B G E q k"], Bool[Array, "#B 1 1 q k"], Array | float]:
-        """Return a pair's logits, the mask of visible keys, and a derivative of the logits.
+        """Return a block pair's logits, the mask of visible keys, and a derivative of the logits.
 
         Masked logits are the lowest finite float instead of -inf. The derivative is with respect to
         the scaled products of queries and keys.
@@ -292,9 +288,9 @@ class _OnlineBlocks:
 
 
 def _even(length: int, most: int) -> int:
-    """Return a number of tokens per block that divides `length` into nearly equal blocks.
+    """Return the number of tokens per block that cuts `length` tokens into nearly equal blocks.
 
-    It is a multiple of 8, and at most `most` rounded up to a multiple of 8.
+    It is at most `most`, rounded up to a multiple of 8.
     """
     return round_up(-(-length // -(-length // most)), 8)
 

@@ -1,8 +1,8 @@
 """Causal attention in plain JAX, for calls that no kernel supports.
 
-`reference` keeps all logits of a block of queries in memory, and takes few operations for short
-sequences. A call with more than `online.LOGITS` logits uses `online` instead. With 16 heads and one
-batch row, calls with 1449 tokens or more use `online`.
+Calls with more than `online.LOGITS` logits use the module `online`, which needs less memory. Other
+calls use `reference`, which takes fewer operations. With 16 heads and one batch row, calls with
+1449 tokens or more use `online`.
 """
 
 import math
@@ -20,8 +20,7 @@ from pallas_kernels.causal_attention.interface import (
 def module_for(*sizes: Any) -> ModuleType:
     """Return the module to use, given the numbers of batch rows, heads, queries and keys.
 
-    For the symbolic sizes of `jax.export`, which cannot be divided into blocks, the module is
-    `reference`.
+    It is `reference` for the symbolic sizes of `jax.export`, which cannot be divided into blocks.
     """
     if not all(isinstance(size, int) for size in sizes):
         return reference

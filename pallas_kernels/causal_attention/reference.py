@@ -1,7 +1,6 @@
 """Causal attention in plain JAX: a portable implementation, and the reference for kernel tests.
 
-Long sequences are processed in blocks of queries, so that the logits of all queries never exist at
-once.
+Long sequences are processed in blocks of queries, to save memory.
 """
 
 import functools
@@ -101,7 +100,7 @@ def split(
 
 
 class Terms(NamedTuple):
-    """The terms of attention logits other than the queries and keys.
+    """What the attention logits depend on besides the queries and keys.
 
     Attributes:
       scale: the factor by which `q . k` is multiplied.
@@ -126,7 +125,7 @@ def forward(q, k, v, terms, mask):
     Args:
       q, k, v: queries [B, N, H, D], keys [B, M, G, D] and values [B, M, G, Dv].
       terms: the scale, ALiBi's slopes, the shift of the positions, and the soft cap on the logits.
-      mask: a function that maps the positions of a block's queries to the mask of the visible keys.
+      mask: a function from the positions of queries to the mask of the keys that they see.
 
     Returns:
       The outputs [B, N, H, Dv], and the log-sum-exp [B, N, H] of each softmax.
@@ -187,15 +186,15 @@ def _causal(operands: AttentionOperands):
 
 
 def _within(window: Window | None, distance, mask):
-    """Restrict a mask to pairs whose query is less than `window` tokens after the key."""
+    """Mask also the pairs whose query is `window` or more tokens after the key."""
     return mask if window is None else mask & (distance < window)
 
 
 def of_part(length: int, segments: Segments | None, window: Window | None = None):
-    """Return a mask, as a function of query positions, under which queries see their whole segment.
+    """Return a mask as a function of query positions: queries see all keys of their segment.
 
-    With a window, they see only the keys of their segment in the window: see `PartOperands`.
-    Padding queries, at position -1, see no key.
+    With a window, they see only those within the window: see `PartOperands`. Padding queries, at
+    position -1, see no key.
     """
 
     def mask(queries):
@@ -232,7 +231,7 @@ def _over_blocks(block, carry, arrays, keys):
         return block(carry, (jnp.arange(length), *arrays))
     size = -(-length // blocks)
     missing = blocks * size - length
-    # Padding of the last block has position -1: it sees no key and contributes nothing.
+    # The padding of the last block has position -1, which sees no key.
     positions = np.append(np.arange(length), np.full(missing, -1)).reshape(blocks, size)
 
     def split(x):
