@@ -1,8 +1,8 @@
 """The gated delta rule: linear attention whose memory is one matrix per head.
 
-See Kimi Team (2025), "Kimi Linear", Kimi Delta Attention. Each head has a state S of shape `K x V`.
-Each token has log decays g for the K rows of the state, and a strength beta for its write to the
-state:
+Each head has a state, a matrix S of shape `K x V`. A token first decays the K rows of S; g contains
+the log decays. It then writes to S with strength beta, and reads from S. See Kimi Team (2025),
+"Kimi Linear", Kimi Delta Attention:
 
     S' = Diag(e^g_t) S_(t-1)     S_t = S' + beta_t k_t (v_t - k_t^T S')^T     o_t = scale S_t^T q_t
 
@@ -47,15 +47,15 @@ def delta_attention(
     Args:
       q, k: queries and keys. The state stays bounded if keys have length 1.
       v: values.
-      log_decay: g, at most 0: for each token, the log decay of each of the state's K rows, which is
-        applied before the token's write.
+      log_decay: g, at most 0: the log decay of each row of the state at each token. It is applied
+        before the token's write.
       beta: the fraction of the difference `v - k^T S` that is written. With beta 0 and log decay 0,
         the state does not change.
       state: the state before the first token; None means zeros.
       scale: the factor by which the output is multiplied; it gets no gradient.
-      segment_ids: the segment of each token. The state is reset to zeros where a token's id differs
-        from the previous token's. The initial state belongs to the first token's segment. None
-        means one segment per row.
+      segment_ids: the segment of each token. At the start of each new segment, the state is reset
+        to zeros. The initial state belongs to the first token's segment. None means one segment per
+        row.
       implementation: None chooses the fastest one for the platform that the program is lowered for.
 
     Returns:

@@ -8,8 +8,7 @@ An implementation is a module with these functions, which process the tokens in 
     read [B, T, H, V]: the output, that is, what each token reads from the state, in v's dtype
     state, state' [B, H, K, V]: the states before the first and after the last token, at least
         float32
-    states [N, B, H, V, K]: the transposed state before each of N chunks; the backward pass needs
-        only these and the operands
+    states [N, B, H, V, K]: the transposed state before each of N chunks, for the backward pass
 """
 
 from typing import NamedTuple
@@ -53,8 +52,8 @@ class DeltaGradients(NamedTuple):
 def chunk_size(keys: int) -> int:
     """Return the number of tokens per chunk, for keys of a given size.
 
-    With larger chunks, fewer states are saved and fewer chunks are processed in sequence, but each
-    token takes more work: about `2 C (K + V)` FLOPs per head grow with the chunk size C. For keys
-    of size 128 or more, larger chunks are worth this work.
+    With larger chunks, fewer states are saved and fewer chunks are processed in sequence. But the
+    work per token and head grows with the chunk size C, by about `2 C (K + V)` FLOPs. For keys of
+    size 128 or more, larger chunks are faster.
     """
     return 128 if keys >= 128 else 64

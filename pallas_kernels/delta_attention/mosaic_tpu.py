@@ -1,9 +1,8 @@
 """The gated delta rule on TPUs, with a grid over batch rows, groups of heads, and chunks.
 
 A grid step processes one chunk of tokens for a group of heads. Chunks are processed in sequence,
-and the heads' states stay in VMEM. Operands are `[B, H, T, K]`, the layout that XLA chooses if no
-other layout is required. The backward pass processes the chunks from the last to the first, and
-recomputes each chunk from the saved state before it.
+and the heads' states stay in VMEM. Operands have XLA's default layout, `[B, H, T, K]`. The backward
+pass processes the chunks in reverse, and recomputes each chunk from the saved state before it.
 
 For 8192 tokens with 32 heads in bfloat16 on v6e (918 TFLOP/s, 1640 GB/s), the forward kernel needs
 at least 0.52 ms of matrix-unit time and 0.33 ms of HBM transfers. The backward kernel needs at
@@ -24,8 +23,8 @@ from pallas_kernels.call import LANES, largest_divisor, tpu_call
 from pallas_kernels.delta_attention import mosaic_tpu_kernels as kernels
 from pallas_kernels.delta_attention.interface import DeltaGradients, DeltaOperands, chunk_size
 
-# Maximum number of heads per grid step, in the forward and in the backward pass. With several
-# heads, the products of one head hide the latency of another head's products.
+# Maximum number of heads per grid step, in the forward and in the backward pass. The products of
+# one head hide the latency of another head's products.
 _FORWARD_HEADS, _BACKWARD_HEADS = 16, 8
 
 

@@ -4,11 +4,10 @@ The equations are in the module `xla`. All arrays have G heads, `[G, C, ..]`, wh
 two. States are stored transposed, `[G, V, K]`, so that the decays of their rows vary along the
 lanes.
 
-A pair of tokens i > j belongs to a level: the highest bit in which i and j differ. At that level,
-`e^(G_i - G_j)` is the product of a factor for i and a factor for j. Each token needs only one
-factor per level, because it acts there either as a row or as a column. So a level takes one
-exponential per element, one product of `[2 C, K]` with `[K, C]`, and a selection of the entries
-that belong to the level.
+The *level* of a pair of tokens i > j is the highest bit in which i and j differ. At each level,
+`e^(G_i - G_j)` is the product of a factor for i and a factor for j. A token needs only one factor
+per level, because it is either always i or always j there. So a level takes one exponential per
+element, one product of `[2 C, K]` with `[K, C]`, and a selection of the level's entries.
 """
 
 import functools
@@ -29,8 +28,8 @@ class Masks(NamedTuple):
     """Masks that state which tokens see each other. The masks are the same for all heads.
 
     Attributes:
-      differing_bits: `i xor j` for tokens i > j of the same document, else 0. The value for a pair
-        at level n is from 2^n to 2^(n+1) - 1.
+      differing_bits: `i xor j` for tokens i > j of the same document, else 0. At level n, the
+        values are from 2^n to 2^(n+1) - 1.
       sees: 1 for tokens that see the state before the chunk, else 0.
       stays: 1 for tokens whose writes remain visible after the chunk, else 0.
     """
@@ -62,10 +61,10 @@ class _Shared(NamedTuple):
       of_keys: M, which is 0 on and above the diagonal.
       of_queries: P.
       inverse: the inverse of `I + diag(beta) M`.
-      decay: the decay of the earlier state up to each token; 0 for tokens that do not see that
-        state.
-      left: the decay of each token's write up to the end of the chunk; 0 if the write is not
-        visible there.
+      decay: the decay from the start of the chunk to each token; 0 for tokens that do not see the
+        state before the chunk.
+      left: the decay from each token to the end of the chunk; 0 if the token's write is not visible
+        there.
       decayed_q, decayed_k: queries and keys times `decay`.
       left_k: keys times `left`.
       missing: `V - (k e^G) S`.
@@ -218,11 +217,11 @@ def _shared(chunk: Chunk, narrow_state, masks: Masks, narrow) -> _Shared:
 
 
 def _sums(x: Float[Array, "G C K"]) -> tuple[list[Array], Array, Array]:
-    """Return three kinds of sums of x over tokens, which are computed without subtractions.
+    """Return three kinds of sums of x over tokens, computed without subtractions.
 
     Returns:
-      Three sums for each token: for every level, the sum between the token and the middle of its
-      block; the sum up to and including the token; and the sum over the later tokens.
+      For each token: the sum between the token and the middle of its block, for every level; the
+      sum up to and including the token; and the sum over the later tokens.
     """
     before, behind, total, between = x, jnp.zeros_like(x), x, []
     for half in _halves(x.shape[1]):
@@ -276,8 +275,8 @@ def _at(differing_bits, level):
 def _level_rows(x, level):
     """Return the rows of x whose tokens may be the later token of a pair at `level`.
 
-    The rows are the second halves of the level's blocks if a half has whole tiles, and otherwise
-    all rows.
+    They are the second halves of the level's blocks. If a half is smaller than a register tile, all
+    rows are returned.
     """
     half, (heads, size, width) = 1 << level, x.shape
     if half < _TILE:
@@ -304,9 +303,9 @@ def _diagonal(differing_bits):
 def _inverse(lower: Float[Array, "G C C"], differing_bits, narrow) -> Float[Array, "G C C"]:
     """Compute `(I + lower)^-1` block by block.
 
-    For diagonal blocks A and B with L below A, the inverse has -B^-1 L A^-1 below A^-1. In
-    bfloat16, this has an error of up to 5e-3 if keys are similar. One step of Newton's method, with
-    `lower` as a sum of two bfloat16 numbers, reduces the error to 1e-5.
+    If the diagonal blocks are A and B, and L is below A, the inverse has -B^-1 L A^-1 below A^-1.
+    In bfloat16, the error is up to 5e-3 for similar keys. One step of Newton's method, with `lower`
+    as a sum of two bfloat16 terms, reduces it to 1e-5.
     """
     unit = jnp.where(_diagonal(differing_bits), 1.0, 0.0)
     inverse = (unit - jnp.where(_at(differing_bits, 0), lower, 0)).astype(narrow)

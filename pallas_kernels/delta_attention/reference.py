@@ -1,8 +1,7 @@
 """The gated delta rule as a recurrence over tokens, the reference for testing implementations.
 
-Sums are float32 (float64 for float64 inputs), regardless of the inputs' dtype. The cost is `6 K V`
-FLOPs per token and head. Tokens are processed sequentially, and each reads and writes the whole
-state.
+Sums are float32, or float64 for float64 inputs. The cost is `6 K V` FLOPs per token and head.
+Tokens are processed one after another, and each reads and writes the whole state.
 """
 
 import jax
@@ -57,8 +56,8 @@ def delta_step(
     """
     q, k, values, log_decay, beta = (x.astype(state.dtype) for x in (q, k, v, log_decay, beta))
     state = jnp.exp(log_decay)[..., None] * state
-    # Compute products with a single row as sums on the vector unit: they are exact and read the
-    # state only once.
+    # Compute these products as sums on the vector unit, which are exact and read the state only
+    # once.
     missing = values - jnp.sum(k[..., None] * state, axis=-2)
     state = state + (beta[..., None] * k)[..., None] * missing[..., None, :]
     return (scale * jnp.sum(q[..., None] * state, axis=-2)).astype(v.dtype), state

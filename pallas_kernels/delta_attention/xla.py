@@ -10,12 +10,12 @@ token i, and S the state before the chunk. For i >= j:
 O is what the tokens read, and S' the state after the chunk.
 
 To compute `e^(G_i - G_j)`, the chunk is halved recursively. For i in the second half and j in the
-first, the exponential is a product of two factors. The exponent of the factor for row i is the sum
-of g from the start of the second half up to i. That of the factor for column j is the sum of g
-after j in the first half. Sums are built from smaller sums and never from differences. So no
-exponent is positive, whatever the decays are, and no token depends on a later one, not even through
-rounding. The inverse is built from the same halves, block by block. A series in powers of M would
-be wrong by orders of magnitude if keys are similar.
+first, the exponential is a product of two factors. The exponent of the factor for i is the sum of g
+from the start of the second half up to i. The exponent of the factor for j is the sum of g after j
+in the first half. Sums are built from smaller sums and never from differences. So no exponent is
+positive, and no token depends on a later one, not even through rounding. The inverse is built from
+the same halves, block by block. A series in powers of M would be wrong by orders of magnitude for
+similar keys.
 
 The cost is about `6 K V + 2 C (K + V)` FLOPs per token and head. The forward pass saves the state
 before each chunk, and the backward pass recomputes the chunk from it.
@@ -30,8 +30,7 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels.delta_attention.interface import DeltaGradients, DeltaOperands, chunk_size
 
-# If products were rounded to bfloat16, the inverse would be wrong by several percent for similar
-# keys.
+# With products in bfloat16, the inverse would be wrong by several percent for similar keys.
 _EXACT = jax.lax.Precision.HIGHEST
 
 
@@ -76,7 +75,7 @@ def backward(
 
 
 class _Chunks(NamedTuple):
-    """The operands in N chunks of C tokens, or in a single chunk without the axis N.
+    """The operands in N chunks of C tokens; or one such chunk, without the axis N.
 
     `documents` contains each token's document, and `before` contains the document of the last token
     before each chunk. After the last token, arrays are padded with zeros, and `documents` is padded
@@ -130,8 +129,8 @@ def _chunk(chunk: _Chunks, state, scale):
     of_queries, of_keys = jnp.where(same, products, 0)
     of_queries = of_queries + own[0][..., None] * jnp.eye(q.shape[-2], dtype=dtype)
 
-    # The earlier state belongs to the document of the last token before the chunk. Only that
-    # document's tokens read it.
+    # The state before the chunk belongs to the document of the token before the chunk. Only tokens
+    # of that document read it.
     sees = (documents == before[:, None])[:, None, :, None]
     decay = jnp.where(sees, jnp.exp(total), 0)
     narrow_state = state.astype(narrow)
@@ -152,14 +151,14 @@ def _scores(x, k, log_decay, narrow):
     """Compute the inner products of x with decayed keys, and sums of the log decays g.
 
     Returns:
-      Four arrays. The first two are computed for each of several x: a matrix of the products
-      `sum_c x_ic k_jc e^(G_ic - G_jc)` of tokens i > j, which is 0 elsewhere, and the products of
-      each token with itself (i = j), where the exponential is 1. The other two contain, for each
-      token, G (the sum of g up to the token) and the sum of g over the later tokens of the chunk.
+      Four arrays. The first contains, for each of several x, a matrix of the products `sum_c x_ic
+      k_jc e^(G_ic - G_jc)` of tokens i > j, and 0 elsewhere. The second contains the products for i
+      = j, where the exponential is 1. The third is G, the sum of g up to each token. The fourth is
+      the sum of g over the later tokens of the chunk.
     """
     size, width = k.shape[-2:]
     own = jnp.sum(x * k, axis=-1)
-    # Begin with blocks of one token each. The loop joins pairs of blocks.
+    # Begin with blocks of one token. The loop joins pairs of blocks.
     scores = jnp.zeros((*own.shape, 1, 1), k.dtype)
     before, behind = log_decay.astype(k.dtype), jnp.zeros_like(k)
     for half in (1 << n for n in range((size - 1).bit_length())):
@@ -221,7 +220,7 @@ def _solve_backward(saved, d_solved):
     inverse, solved = saved
     d_right = jnp.einsum("...ij,...iv->...jv", inverse, d_solved, precision=_EXACT)
     d_lower = -jnp.einsum("...iv,...jv->...ij", d_right, solved, precision=_EXACT)
-    # On and above the diagonal, d_lower is not set to 0, because callers ignore it there.
+    # Callers ignore d_lower on and above the diagonal, so it is not set to 0 there.
     return d_lower, d_right
 
 
@@ -231,8 +230,8 @@ solve.defvjp(_solve_forward, _solve_backward)
 def _inverse(lower):
     """Invert `I + lower`, with blocks that double in size.
 
-    For diagonal blocks A and B with L below A, the inverse has A^-1 and B^-1 on its diagonal and
-    -B^-1 L A^-1 below.
+    If the diagonal blocks are A and B, and L is below A, the inverse has A^-1 and B^-1 on its
+    diagonal, and -B^-1 L A^-1 below A^-1.
     """
     size = lower.shape[-1]
     dot = functools.partial(jnp.matmul, precision=_EXACT)

@@ -1,40 +1,37 @@
 """Depth attention: each sublayer attends over the outputs of earlier sublayers or blocks.
 
 Kimi Team (2026), "Attention Residuals", equations 2 to 6 and algorithm 1. The outputs that a
-sublayer attends over are its *sources* v_i. The keys are the normalised sources, the values are the
-sources themselves, and the query is a learned parameter that is the same for every token:
+sublayer attends over are its *sources* v_i. The values are the sources, and the keys are the
+normalised sources. The query is a learned parameter, the same for every token:
 
     logit_i = <gain * query, v_i> / sqrt(mean(v_i^2) + epsilon)
     h = sum_i softmax(logit)_i v_i
 
 A place in the network that computes such a weighted sum is called a *site*, and the sum h is its
-*mix*. `depth_attention` computes one site. In the paper's *two-phase* schedule, sublayers form
-blocks. The outputs of completed blocks are *sealed*: they do not change any more. Phase one,
-`depth_attention_partial`, computes the S sites of a block over the sealed sources in one pass, so
-that each source is read only once. Phase two, `depth_attention_merge`, adds the running sum of the
-current block as one more source at each site.
+*mix*. `depth_attention` computes one site. The paper also has a *two-phase* schedule, in which
+sublayers form blocks. The outputs of completed blocks do not change any more: they are *sealed*.
+Phase one, `depth_attention_partial`, computes the mixes of all S sites of a block over the sealed
+sources. It reads each source only once. Phase two, `depth_attention_merge`, adds the running sum of
+the current block to a mix, as one more source.
 
 Implementations have the same names as in `key_vector`. Every op except
 `depth_attention_partial_backward` supports reverse-mode differentiation with respect to its
 floating-point arrays. Second derivatives are supported only by "xla". Forward mode raises a
 TypeError.
 
-A source may be a residual matrix `K x V` instead of a vector. Queries are then [S, K, V] and
-sources are [N, ..., K, V], and the mean and the inner product are over all entries of a matrix. The
-result is the same as for matrices reshaped to vectors. On a TPU it is computed faster, because
-tokens are in the lanes of a matrix array there (see `mosaic_tpu_matrices`).
-`depth_attention_merge_read` also reads vectors from the mix with keys, for Residual Matrix
-Transformers (RMTs).
+A source may be a residual matrix `K x V` instead of a vector. Queries are then [S, K, V], and
+sources are [N, ..., K, V]. The result is the same as for matrices reshaped to vectors, but faster
+on a TPU (see `mosaic_tpu_matrices`). `depth_attention_merge_read` also reads vectors from the mix
+with keys, for Residual Matrix Transformers (RMTs).
 
 Sharded sources: `depth_attention`, `depth_attention_partial` and its backward pass accept a
 `key_axis`, a mesh axis of n devices over which D is sharded. The op then runs on each device within
-`jax.shard_map(.., check_vma=False)`. Every device has the same tokens. On each device, sources,
-mixes, queries and gains, and their cotangents, are the device's slices [.., D / n] along D. The
-gradients of queries and gains are complete for this slice. The log-sum-exps are the same on all
-devices, but their cotangents, as inputs and as outputs, are terms of a sum over the axis, one per
-device. This is also what JAX's transposes produce if each device differentiates its own term of a
-loss. Calls with a `key_axis` use plain JAX. They communicate one all-reduce of `(S + 1) N` float32
-numbers per token in the forward pass, and one of `2 S N + N + S` in the backward pass.
+`jax.shard_map(.., check_vma=False)`, in plain JAX. Every device has the same tokens. On each
+device, sources, mixes, queries and gains, and their cotangents, are the device's slices [.., D /
+n]. The gradients of queries and gains are complete for this slice. The log-sum-exps are the same on
+all devices. The cotangents of the log-sum-exps are the sums of one term per device, and each device
+passes and receives only its own term. The forward pass communicates one all-reduce of `(S + 1) N`
+float32 numbers per token, and the backward pass one of `2 S N + N + S`.
 """
 
 import functools
@@ -88,8 +85,8 @@ class PartialGradients(NamedTuple):
     """The cotangents of the inputs of `depth_attention_partial`.
 
     Attributes:
-      queries: the cotangents of the products `gain * query`. Multiply them by the gain to get the
-        query's cotangent, and by the query to get the gain's.
+      queries: the cotangents of the products `gain * query`. Multiplied by the gain, they are the
+        cotangents of the queries; multiplied by the query, those of the gains.
       sources: the sources' cotangents.
       prior: the cotangents of `prior`, or None if there was no prior.
     """
@@ -164,16 +161,16 @@ def depth_attention_partial(
       gains: the gain of the keys' norm for each site, or None for a gain of 1.
       count: the number of sources, or None if all N rows contain a source. Rows from `count`
         onwards are not read.
-      prior: the mixes and log-sum-exps that another call returned for other sources. The results
-        then cover those sources as well.
+      prior: the mixes and log-sum-exps that another call returned for other sources. If given, the
+        results also include those sources.
       epsilon: the number added to the mean square of a source; at least 0.
       key_axis: the mesh axis over which D is sharded, or None (see the module's docstring).
       implementation: None selects the fastest one for the platform that the program is lowered for.
 
     Returns:
       The mix of each site, in the sources' dtype, and the log-sum-exp of its logits, in at least
-      float32. Logits and sums are computed in at least float32. If there is only one source, the
-      mix is exactly that source.
+      float32. Logits and sums are computed in at least float32. The mix of a single source is
+      exactly that source.
 
     Raises:
       UnsupportedImplementation: the requested implementation does not support this call.
@@ -208,9 +205,9 @@ def depth_attention_partial_backward(
 ) -> PartialGradients:
     """Compute the backward pass of `depth_attention_partial`.
 
-    The op is for backward passes that are written by hand. It computes the sources' gradients from
-    all S sites of a block together, and adds them to an accumulator once. JAX's own differentiation
-    would add gradients once per site.
+    The op is for backward passes that are written by hand. It adds the sources' gradients from all
+    S sites of a block to an accumulator once. JAX's own differentiation would add gradients once
+    per site.
 
     Args:
       mixed, log_sums: the results of `depth_attention_partial`.
@@ -264,19 +261,18 @@ def depth_attention_merge(
       query: the query of this site.
       gain: the gain of the keys' norm, or None for a gain of 1.
       norm_gain: the gain of the output's norm; None if `norm` is None.
-      active: whether there is a running sum. Before the first sublayer of a block there is none.
+      active: whether there is a running sum; False before the first sublayer of a block.
       norm: the norm of the output, "layernorm" or "rmsnorm", or None for no norm. For matrices, no
-        kernel supports a norm, because a later op reads the mix with keys and normalises it.
+        kernel supports a norm.
       epsilon, norm_epsilon: the epsilons of the keys' norm and of the output's norm.
       implementation: None selects the fastest one for the platform that the program is lowered for.
 
     Returns:
       `mixed`, `current`, and `z = norm_gain * norm(h)` in the dtype of `current`, where h is the
       mix of this site over all sources. The caller must use the returned `mixed` and `current` in
-      place of the arguments, so that the gradients of their later uses pass through this op. The
-      op's backward pass adds this site's gradient of `current` to the gradient of those uses, and
-      overwrites this site's row in the gradient of `mixed`. A site may therefore be merged only
-      once.
+      place of the arguments, so that the gradients of later uses pass through this op. Merge each
+      site only once, because the backward pass overwrites this site's row in the gradient of
+      `mixed`.
     """
     check_site(query, gain, current, norm_gain, norm, epsilon, norm_epsilon)
     axes = query.ndim
@@ -313,8 +309,8 @@ def depth_attention_merge_at(
 ) -> Float[Array, "*tokens D"]:
     """Compute the z of `depth_attention_merge` for a few tokens, with stacked layer parameters.
 
-    This op is for decoding: the TPU kernel reads its operands directly from the stacks, without
-    copies. It is differentiable only with "xla".
+    This op is for decoding: the TPU kernel reads its parameters directly from the stacks. It is
+    differentiable only with "xla".
 
     Args:
       layer: the index of the layer, from 0 to L - 1.
@@ -398,8 +394,8 @@ def _partial_backward(call, operands, mixed, log_sums, d_mixed, d_log_sums, accu
     cotangents = PartialCotangents(log_sums, delta, d_mixed, accumulate)
     d_queries, d_sources = _run(call, "partial_backward", of_sources, cotangents, **call.scores)
     if prior is not None:
-        # `total` is the softmax-weighted sum, over all sources v, of the products <d_mixed, v>. It
-        # equals <d_mixed, mixed>, so it can be computed without reading the sources.
+        # `total` is the softmax-weighted sum of <d_mixed, v> over all sources v. It equals
+        # <d_mixed, mixed>, which needs no sources.
         total = jnp.sum(wide(d_mixed) * wide(mixed), axis=entries)
         d_log = weight * (g - total + (0 if d_log_sums is None else d_log_sums))
         d_prior_mixed = jnp.expand_dims(weight, entries) * wide(d_mixed)
@@ -470,7 +466,7 @@ def _dividing(key_axis: str | None) -> str | None:
 def _folded(queries, gains, sources):
     """Compute `gain * query` in at least float32.
 
-    Because the gain is folded into the query, the normalised keys need not be multiplied by it.
+    The normalised keys then need no multiplication by the gain.
     """
     dtype = jnp.result_type(jnp.float32, sources)
     return queries.astype(dtype) if gains is None else queries.astype(dtype) * gains.astype(dtype)
@@ -481,7 +477,9 @@ def _count(count, sources):
 
 
 def _tokens(lead, axes: int) -> tuple[Any, ...]:
-    """Return the sizes of an implementation's token axes: one for vectors, two for matrices.
+    """Return the sizes of an implementation's token axes.
+
+    Implementations have one token axis for vectors, and two for matrices.
 
     Args:
       lead: the sizes of the token axes that the caller passed.
@@ -496,8 +494,8 @@ def _checked(queries, sources, gains, count, prior, epsilon):
     """Check the arguments and convert them to an implementation's operands.
 
     Returns:
-      The operands, and two functions that reshape arrays to the token axes of the operands: one for
-      arrays [n, *tokens, *size], and one for arrays [n, *tokens].
+      The operands, and two functions that give other arrays the same token axes: one for arrays [n,
+      *tokens, *size], and one for arrays [n, *tokens].
     """
     check_sources(queries, sources, gains, count, prior, epsilon)
     size = queries.shape[1:]

@@ -1,9 +1,9 @@
 """The interface that every implementation of depth attention provides.
 
-An implementation is a module with the functions below. Their arrays have exactly one token axis, T.
-The public ops reshape their arguments to have that axis, fold gains into queries, select an
-implementation and define the derivatives. Residual matrices have two token axes, B and T, and K x V
-entries in place of D; `matrices` adapts an implementation for vectors to them.
+An implementation is a module with the functions below. Arrays have one token axis, T. Arrays of
+residual matrices have two token axes, B and T, and K x V entries in place of D. The public ops
+reshape their arguments to this form, multiply the queries by the gains, select an implementation
+and define the derivatives. `matrices` adapts an implementation for vectors to matrices.
 
 Symbols: there are N rows of sources of size D (the *bank*), and S sites with a query each. For a
 source v, converted to float32:
@@ -11,16 +11,16 @@ source v, converted to float32:
     rstd(v) = 1 / sqrt(mean(v^2) + epsilon)             logit = rstd(v) * <query, v>
     log_sum = log sum exp(logit)                        weight = exp(logit - log_sum)
 
-The first `count` rows of the bank are active. The others are empty: whatever they contain, even
-NaN, their weight and gradient are 0.
+The first `count` rows of the bank are active. The others are empty: their weights and gradients are
+0, even if they contain NaN.
 
     partial(Partial, *, epsilon)
         -> (mixed [S, T, D] in the sources' dtype, log_sums [S, T] float32)
 
         mixed = sum_i weight_i v_i over the active rows. `prior` is None or a pair (mixed, log_sums)
-        that was computed over other sources. It acts as one more source, whose value is its mixed
-        and whose logit is its log_sum: log_sum' = log(exp(log_sum) + exp(prior log_sum)). Without
-        any source, mixed is 0 and log_sum is -inf. With one source, mixed is exactly that source.
+        that was computed over other sources. It acts as one more source with value mixed and logit
+        log_sum: log_sum' = log(exp(log_sum) + exp(prior log_sum)). Without any source, mixed is 0
+        and log_sum is -inf. With one source, mixed is exactly that source.
 
     partial_backward(Partial without its prior, PartialCotangents, *, epsilon)
         -> (d_queries [S, D] float32, d_sources [N, T, D])
@@ -82,8 +82,8 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-# The type of `prior`: the mixes and log-sum-exps of S sites over other sources. In this module's
-# annotations, *D is D for vectors or K V for matrices, and *T is the token axes.
+# The type of `prior`: the mixes and log-sum-exps of S sites over other sources. In annotations, *D
+# is D for vectors or K V for matrices, and *T is the token axes.
 Prior = tuple[Float[Array, "S *T_D"], Float[Array, "S *T"]]
 
 
@@ -108,8 +108,7 @@ class PartialCotangents(NamedTuple):
 
     Attributes:
       log_sums: the log-sum-exps that `partial` returned.
-      delta: the number that is subtracted in a logit's gradient, for each site and token (see the
-        module's docstring); None means 0.
+      delta: the `delta` in the equations of the module's docstring; None means 0.
       d_mixed: the cotangents of the mixes.
       accumulate: gradients to which the sources' gradients are added, or None.
     """
@@ -159,9 +158,9 @@ class MergeAt(NamedTuple):
 
 
 class MergeCotangents(NamedTuple):
-    """The cotangents of the results of `merge`: of z, and of `mixed` and `current` after the merge.
+    """The cotangents of the results of `merge`: z, `mixed` and `current`.
 
-    A merge's backward pass combines the cotangents of `mixed` and `current` with its own gradients.
+    The backward pass combines the cotangents of `mixed` and `current` with its own gradients.
     """
 
     z: Float[Array, "*T_D"]
@@ -170,7 +169,7 @@ class MergeCotangents(NamedTuple):
 
 
 class MergeRead(NamedTuple):
-    """The operands of `merge_read`: those of a merge without a norm, and the read's parameters."""
+    """The operands of `merge_read`: a merge without a norm, and the parameters of the read."""
 
     merge: Merge
     norm_gain: Float[Array, "K V"]

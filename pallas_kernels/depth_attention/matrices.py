@@ -1,7 +1,7 @@
 """Adapter that runs implementations for vectors on residual matrices, by reshaping the arrays.
 
-An array [.., B, T, K, V] of matrices becomes [.., B T, K V], by merging the last axes in pairs. The
-same merging of pairs converts queries [S, K, V] to [S, K V] and log-sum-exps [S, B, T] to [S, B T].
+Matrices [.., B, T, K, V] become vectors [.., B T, K V]. In the same way, queries [S, K, V] become
+[S, K V], and log-sum-exps [S, B, T] become [S, B T].
 """
 
 from types import ModuleType

@@ -1,7 +1,7 @@
 """An op for residual matrices that computes phase two of depth attention and reads from its mix.
 
-The op combines `depth_attention_merge` (without a norm) and `norm_retrieve`. On a TPU, one kernel
-computes both in the forward pass, and one in the backward pass, so that the mix stays in VMEM.
+The op combines `depth_attention_merge` (without a norm) and `norm_retrieve`. On a TPU, a single
+kernel computes both, so that the mix stays in VMEM.
 """
 
 import functools
@@ -38,9 +38,9 @@ def depth_attention_merge_read(
 ) -> tuple[Float[Array, "S B T K V"], Float[Array, "B T K V"], Float[Array, "B T P V"]]:
     """Compute the mix h of one site, and read `z_p = r_p . (norm_gain * norm(h))` from it.
 
-    A site is a place in the network that attends over the outputs of earlier sublayers. h is the
-    result of `depth_attention_merge` without a norm: the site's weighted sum of those outputs and
-    of the running sum `current`. r are the read keys.
+    A site is a place in the network that attends over the outputs of earlier sublayers. h, the
+    result of `depth_attention_merge` without a norm, is the weighted sum of those outputs and of
+    the running sum `current`. r are the read keys.
 
     Args:
       mixed, log_sums, site, current, active: as in `depth_attention_merge`.

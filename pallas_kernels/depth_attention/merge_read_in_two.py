@@ -18,7 +18,7 @@ class SeparateMergeRead:
     """An implementation of `merge_read` that combines two implementations.
 
     The first implementation provides `merge` for matrices, and the second provides the key-vector
-    ops. The methods are the functions of `interface`; their additional `options` are passed to both
+    ops. The methods are the functions of `interface`. They pass additional `options` to both
     implementations.
     """
 

@@ -1,16 +1,16 @@
 """TPU kernels of depth attention for vectors, which read every source from HBM only once.
 
-Arrays keep the model's layout [.., T, D], with D in the lanes, so nothing is transposed. One tile
-of tokens of all active sources is in VMEM at a time, and the logits, the softmax and the mix are
-computed from it.
+Arrays keep the model's layout [.., T, D], with D in the lanes, so nothing is transposed. A grid
+step loads one tile of tokens of all active sources to VMEM. It computes the logits, the softmax and
+the mix from this tile.
 
-- The logits and the mixes are matrix products. Their time does not depend on S until the rows of
-  the matrix unit are full. For bfloat16 sources, queries and weights are split into sums of
-  bfloat16 terms ("pieces"): logits are then as exact as in float32, and weights have up to 16 bits.
-- The backward pass computes the logits and <d_mixed, v_i> in one matrix product. A source's
-  gradient is another matrix product, except for the term that is a multiple of the source itself.
-- Empty rows of sources (rows from `count` onwards) are not read. If gradients are accumulated, the
-  gradients of empty rows are not written either.
+- The logits and the mixes are matrix products. For small S, their time does not depend on S. For
+  bfloat16 sources, each query and each weight is a sum of several bfloat16 terms ("pieces"). Logits
+  are then as exact as in float32, and weights have up to 16 bits.
+- The backward pass computes the logits and <d_mixed, v_i> in one matrix product. The gradient of a
+  source is another matrix product, plus a multiple of the source itself.
+- Empty rows of sources (rows from `count` onwards) are not read. If gradients are accumulated,
+  empty rows are not written either.
 
 The costs for S sites, T tokens, N active sources and E bytes per entry are:
 
@@ -58,10 +58,10 @@ from pallas_kernels.target import target
 # The maximum of `vmem_bytes`, in units of 1/60 of the VMEM limit. It is less than 60 because
 # `vmem_bytes` does not count all of the compiler's temporaries.
 _BUDGET = 54
-# With at most this many sources and few sites, a kernel computes so little per group of tokens that
-# latency dominates. More groups are therefore unrolled into one loop body.
+# With at most this many sources and few sites, latency dominates, because a kernel computes little
+# per group of tokens. More groups are therefore unrolled into one loop body.
 _FEW_SOURCES = 4
-# The slugs of chips whose registers suffice to unroll eight token groups for 3 to 8 sites.
+# Names of chips with enough registers to unroll eight groups of tokens for 3 to 8 sites.
 _NEWER = ("tpu_v6_lite", "tpu7x")
 _NAME = "depth_attention_"
 
@@ -318,7 +318,7 @@ def _call_of(op, operands: Partial, epsilon, blocks, interpret) -> VectorsCall:
 def _fitted(blocks: BlockSizes, T: int, interpret: bool) -> BlockSizes:
     """Return `blocks` with at most T tokens per tile, rounded up to whole groups.
 
-    In the interpreter, loops are not unrolled, because unrolling would only cost compile time.
+    The interpreter does not unroll loops, to save compile time.
     """
     unroll = 1 if interpret else blocks.unroll
     return dataclasses.replace(blocks, tokens=min(blocks.tokens, round_up(T, GROUP)), unroll=unroll)
@@ -358,7 +358,7 @@ def _rows_scratch(call: VectorsCall, *names: str):
 
 
 def _score_scratch(call: VectorsCall):
-    """Return the shapes of the scratch buffers in which a kernel computes the sources' weights."""
+    """Return the shapes of the scratch buffers for the computation of the sources' weights."""
     products = [call.mixed_by_product(n) for _, n in call.chunks]
     rows = call.S * GROUP * call.weight_pieces
     scratch = {
@@ -399,8 +399,8 @@ def default_block_sizes(op: str, N: int, S: int, T: int, D: int, dtype: str) -> 
     Returns None if no block sizes fit in VMEM.
     """
     tokens = round_up(T, GROUP)
-    # Groups of tokens hide each other's latency. The less work there is per group, the more groups
-    # are unrolled into one loop body.
+    # Groups of tokens in one loop body hide each other's latency. With less work per group, more
+    # groups are needed.
     if op in ("merge", "merge_backward"):
         sizes, unroll = (256, 128, 64, 32, 16), 16
     elif S <= 2 and N <= _FEW_SOURCES:
@@ -408,7 +408,7 @@ def default_block_sizes(op: str, N: int, S: int, T: int, D: int, dtype: str) -> 
     else:
         sizes = (128, 96, 64, 48, 32, 16)
         # With many sites, registers run out and compilation becomes slow, so fewer groups are
-        # unrolled. Newer chips have enough registers for more sites.
+        # unrolled. Newer chips have more registers.
         newer = target().slug in _NEWER
         unroll = 4 if op == "partial" and S > (8 if newer else 2) else 8
     fitting = [
@@ -416,8 +416,8 @@ def default_block_sizes(op: str, N: int, S: int, T: int, D: int, dtype: str) -> 
         for t in sizes
         if vmem_bytes(op, N, S, D, dtype, min(t, tokens)) <= target().vmem_part(_BUDGET)
     ]
-    # Larger tiles are tried first, because they hide latency better. Sizes that give an even number
-    # of full tiles are preferred, because two cores can share these.
+    # Prefer larger tiles, because they hide latency better. Prefer an even number of full tiles,
+    # because two cores can share these.
     even = [b for b in fitting if tokens % (2 * b.tokens) == 0]
     return next(iter(even + fitting), None)
 
@@ -425,7 +425,7 @@ def default_block_sizes(op: str, N: int, S: int, T: int, D: int, dtype: str) -> 
 def vmem_bytes(op: str, N: int, S: int, D: int, dtype: str, tokens: int) -> int:
     """Estimate the VMEM of a grid step, in bytes.
 
-    Blocks that the pipeline copies count twice, because it double-buffers them; others count once.
+    Blocks that the pipeline copies count twice, because they are double-buffered.
     """
     item = jnp.dtype(dtype).itemsize
     width = round_up(D, LANES)
@@ -450,8 +450,8 @@ def _refused(
 ) -> str | None:
     op = kernel.removeprefix(_NAME)
     rule = default_block_sizes(op, T=tokens, **key)
-    # `lanes` and `weight_pieces` must equal the values of the heuristic, because other values would
-    # change how results are rounded.
+    # `lanes` and `weight_pieces` must have the values of the heuristic, because other values change
+    # how results are rounded.
     same = rule and (blocks.lanes, blocks.weight_pieces) == (rule.lanes, rule.weight_pieces)
     if not same:
         return (
@@ -479,8 +479,8 @@ KERNELS = tuned.register(
 def _queries(call: VectorsCall, queries):
     """Return the queries as the left operand of a matrix product.
 
-    If the operands are bfloat16, each query is split into three bfloat16 terms ("pieces"). The rows
-    are then the first pieces of all queries, followed by all second pieces and all third pieces.
+    For bfloat16 operands, each query is split into three bfloat16 terms ("pieces"). The rows are
+    then the first pieces of all queries, then all second pieces, then all third pieces.
     """
     rows = pieces(queries) if call.narrow else [queries]
     return _rows_padded(call, rows, call.query_rows)
@@ -538,8 +538,7 @@ def _by_tile(call: VectorsCall):
 def _padded_width(call: VectorsCall, x):
     """Pad [.., T, D] so that D is a multiple of 128.
 
-    In the interpreter, T is padded to whole tiles too, because the interpreter can alias only whole
-    tiles.
+    In the interpreter, T is padded to whole tiles too, because it can alias only whole tiles.
     """
     T, D = x.shape[-2:]
     tokens = max(T, call.tiles * call.blocks.tokens) if call.interpret else T
@@ -548,7 +547,7 @@ def _padded_width(call: VectorsCall, x):
 
 
 def _by_site(call: VectorsCall):
-    """Return the block spec for a tile of `mixed`, in the row selected by the prefetched `site`."""
+    """Return the block spec for a tile of the row of `mixed` that the prefetched `site` selects."""
     return operand.of_stack(_by_token(call))
 
 
@@ -558,18 +557,15 @@ def _by_token(call: VectorsCall):
 
 
 def _parameter(call: VectorsCall, x):
-    """Broadcast a parameter [D] to [GROUP, D].
-
-    Loading the repeated rows in a kernel is cheaper than broadcasting one row there.
-    """
+    """Broadcast a parameter [D] to [GROUP, D], because broadcasting is slow within a kernel."""
     row = jnp.pad(x.astype(jnp.float32), (0, call.width - call.size))
     return jnp.broadcast_to(row, (GROUP, call.width))
 
 
 def _tiled(call: VectorsCall, x):
-    """Convert x [S, T] to float32 tiles [tiles, S, tokens], and pair the tiles with a block spec.
+    """Convert x [S, T] to float32 tiles [tiles, S, tokens], and return the tiles and a block spec.
 
-    If x is None, the operand is an output: the shape of the tiles is returned in their place.
+    If x is None, the operand is an output, and the shape of the tiles is returned in their place.
     """
     tokens = call.blocks.tokens
     shape = (call.tiles, call.S, tokens)

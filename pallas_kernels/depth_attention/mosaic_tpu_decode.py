@@ -1,7 +1,7 @@
 """TPU kernels that compute depth attention for the few tokens of a decoding step.
 
-With fewer tokens than one tile, the kernels of `mosaic_tpu` take less time than the operations
-around them, which pad rows, broadcast parameters and copy slices. The kernels in this module need
+The kernels of `mosaic_tpu` need operations around them, which pad rows, broadcast parameters and
+copy slices. For few tokens, these take more time than the kernels. The kernels in this module need
 no such operations: arrays keep the model's layout, and a kernel reads its parameters directly from
 the stack of all layers' parameters. Sums use the vector unit, in float32.
 
@@ -23,13 +23,12 @@ from pallas_kernels.call import LANES, round_up, tpu_call
 from pallas_kernels.depth_attention.interface import MergeAt, Partial
 from pallas_kernels.target import target
 
-# Maximum number of inner products per token in `partial` (N * S). It is small because the kernel
-# unrolls all of them.
+# Maximum number of inner products per token in `partial` (N * S). The kernel unrolls all of them.
 _MOST = 128
 # Number of tokens per grid step. It is small enough that most intermediates stay in registers.
 _TOKENS = 32
-# `_TILE`: a number of tokens that fills whole register tiles in every dtype. `_BUDGET`: maximum
-# Maximum VMEM for the double-buffered rows of a grid step, in units of 1/60 of the VMEM limit.
+# `_TILE`: number of tokens in a register tile of the narrowest dtype. `_BUDGET`: maximum VMEM for
+# the double-buffered rows of a grid step, in units of 1/60 of the VMEM limit.
 _TILE, _BUDGET = 16, 58
 
 
@@ -63,7 +62,7 @@ def partial(
 ) -> tuple[Float[Array, "S T D"], Float[Array, "S T"]]:
     """Return each site's mix (a weighted sum of the sources) and log-sum-exp (see `interface`).
 
-    The operands must have no `prior`, the mixes that another call returned for other sources.
+    The operands must have no `prior` (mixes of other sources).
     """
     queries, sources, count, _ = operands
     S, (N, T, D) = queries.shape[0], sources.shape

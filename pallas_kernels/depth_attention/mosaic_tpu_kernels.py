@@ -1,14 +1,14 @@
 """Bodies of the depth-attention TPU kernels for vectors; see `mosaic_tpu` for the algorithm.
 
 Each grid step processes one tile of tokens in VMEM. The kernels copy the sources from HBM with
-their own DMAs, so that empty rows of the bank (the array of all N sources) cost nothing. The DMAs
-of a tile run while the previous tile is computed.
+their own DMAs, and skip empty rows of the bank (the array of all N sources). The DMAs of a tile run
+while the previous tile is computed.
 
-A matrix product processes one *group* of GROUP tokens for one *chunk* of up to CHUNK sources. Its
-operand of sources is [sources * GROUP, D], with one row per pair (source, token), so the lanes of
-its result are such pairs too. If the rows of the result are pairs (site, token), only entries whose
-row and lane have the same token are meaningful. They are the diagonal of each GROUP x GROUP square.
-If weights are stored in this form, with 0 off the diagonals, one product mixes all sources of a
+A matrix product processes one *group* of GROUP tokens for one *chunk* of up to CHUNK sources. The
+sources are an operand [sources * GROUP, D], with one row for each source and token. The lanes of
+the result have the same order. In a matrix with one row for each site and token, only entries whose
+row and lane belong to the same token are used: the diagonal of each GROUP x GROUP square. The
+weights are stored in this form, with 0 off the diagonals. One product then mixes all sources of a
 chunk.
 """
 
@@ -24,7 +24,7 @@ from pallas_kernels.arguments import Norm
 from pallas_kernels.call import LANES, round_up, widen
 from pallas_kernels.products import dot
 
-# Number of tokens per matrix product. It is the number of rows of a bfloat16 register tile.
+# Number of tokens per matrix product: the rows of a bfloat16 register tile.
 GROUP = 16
 # Maximum number of sources per matrix product. CHUNK * GROUP = 256 rows fill two matrix units of
 # 128 rows, or one of 256.
@@ -39,9 +39,9 @@ class BlockSizes:
       tokens: the number of tokens per tile, a multiple of 16.
       lanes: the number of entries along D that are processed at a time.
       unroll: the maximum number of token groups per loop iteration.
-      weight_pieces: the number of bfloat16 terms whose sum represents a softmax weight if the
-        sources are bfloat16. With 2, weights keep 16 bits. With 1, weights are rounded to bfloat16,
-        as in attention kernels. With many sites, 2 is noticeably slower.
+      weight_pieces: for bfloat16 sources, the number of bfloat16 terms whose sum is a softmax
+        weight. With 2, weights keep 16 bits. With 1, they are rounded to bfloat16, as in attention
+        kernels. With many sites, 2 is noticeably slower.
     """
 
     tokens: int
@@ -110,7 +110,7 @@ class VectorsCall:
         """Return how many of a chunk's `sources` the matrix unit adds to the weighted sum.
 
         If `sources` is one or two more than a multiple of 8, the vector unit adds the last one or
-        two. In the matrix product they would take as long as 8 more sources.
+        two, because the matrix unit would take as long as for 8.
         """
         return sources - sources % 8 if sources % 8 in (1, 2) else sources
 
@@ -146,10 +146,10 @@ class VectorsCall:
 
 
 def pieces(x, count: int = 3):
-    """Split x into `count` bfloat16 arrays ("pieces") that sum to x, exactly if `count` is 3.
+    """Split x into `count` bfloat16 arrays ("pieces") that sum to x.
 
-    The low bits are masked off, because a compiler may remove a pair of conversions to bfloat16 and
-    back.
+    The sum is exact if `count` is 3. The low bits are masked off, because a compiler may remove a
+    pair of conversions to bfloat16 and back.
     """
     out = []
     for _ in range(count):
@@ -197,7 +197,7 @@ def partial(inputs, outputs, scratch, *, call: VectorsCall):
 
     mix = functools.partial(_mix, call, count, bank, scratch, write)
     if prior is None:
-        # A single source is copied to the mixes, because its computed weight may not be exactly 1.
+        # Copy a single source to the mixes, because its computed weight may not be exactly 1.
         pl.when(count == 1)(lambda: each_group(call, copy))
         pl.when(count != 1)(mix)
     else:
@@ -221,8 +221,8 @@ def _score(call, count, bank, inputs, outputs, scratch):
 def _weigh(call, count, group, inputs, outputs, scratch):
     """Compute the softmax over sources for one group of tokens.
 
-    The weights are written to two scratch buffers: to `weights` if a matrix product uses them, and
-    to `columns` if the vector unit uses them.
+    Weights for matrix products are written to the scratch buffer `weights`, and weights for the
+    vector unit to `columns`.
     """
     for s in range(call.S):
         logits = [
@@ -266,8 +266,7 @@ def _weigh(call, count, group, inputs, outputs, scratch):
 def _mix(call, count, bank, scratch, write):
     """Compute the weighted sums of all sites; pass each part to `write(group, lanes, s, h)`.
 
-    If the sources are split into several chunks, the scratch buffer `sums` adds up the sums over
-    chunks.
+    The scratch buffer `sums` adds up the sums of several chunks.
     """
     sums = scratch.get("sums")
 
@@ -322,8 +321,8 @@ def _mix(call, count, bank, scratch, write):
 def partial_backward(inputs, outputs, scratch, *, call: VectorsCall):
     """Compute the sources' gradients for one tile of tokens, and add to the queries' gradients.
 
-    For bfloat16 sources, queries are split into pieces. The output `d_queries` then has one row per
-    query and piece, in the order of the input `queries`, and the caller sums over pieces.
+    For bfloat16 sources, queries are split into pieces. The output `d_queries` then has the same
+    rows as the input `queries`, one per query and piece, and the caller sums over pieces.
     """
     count = inputs["count"][0]
     tile = Tile(call)
@@ -418,9 +417,9 @@ def _weigh_backward(call, count, tile, inputs, scratch, group):
 
     Let W be the softmax weights, a = d_logit * rstd, and c = -rstd^2 / D * sum_s d_logit * logit.
     The gradients of the sources v are then `W d_mixed + a queries + c v`. The scratch buffer `left`
-    receives the transpose of [W, a, c], and `d_products` receives a. If operands are bfloat16, they
-    are split into pieces: W into `weight_pieces`, and a and the queries into enough pieces that the
-    relative error of their product is 2^-16.
+    receives the transpose of [W, a, c], and `d_products` receives a. If operands are bfloat16, W, a
+    and the queries are split into pieces. W has `weight_pieces` pieces. The relative error of the
+    product of a and the queries is 2^-16.
     """
     weights, d_logits = {}, {}
     # Beyond the last token, d_mixed may contain arbitrary values; weights and d_logits are 0 there.
@@ -444,8 +443,8 @@ def _weigh_backward(call, count, tile, inputs, scratch, group):
             d = jnp.where(meant(first, sources), weights[c, s] * (g - total), 0)
             d_logits[c, s] = jnp.sum(d, axis=0, keepdims=True)
     for c, (first, sources) in enumerate(call.chunks):
-        # The scratch buffers may contain arbitrary values for empty rows of the bank, so 0 is used
-        # for these rows.
+        # Use 0 for empty rows of the bank, because the scratch buffers may contain arbitrary values
+        # there.
         active = _active(call, first, sources, count)
         rstd = jnp.where(active, scratch["rstd"][c][group], 0)
         shrink = jnp.zeros_like(rstd)
@@ -533,8 +532,8 @@ def _copy_rows(call, array, buffer, semaphores, rows, tile, slot, action, out=Fa
 def _clear(call, buffer, count):
     """Write zeros to those parts of a pair of buffers that no DMA fills.
 
-    The kernel multiplies these parts by a weight of 0. The product must be 0, but it would be NaN
-    if the memory contained NaN.
+    The kernel multiplies these parts by a weight of 0. If the memory contained NaN, the product
+    would be NaN.
     """
     first = 0 if call.tokens % call.blocks.tokens else count
 
@@ -549,7 +548,7 @@ def _clear(call, buffer, count):
 def _when_any(call, c, count, body):
     """Run `body` if chunk c contains an active source, that is, one with an index below `count`.
 
-    For the first chunk, `body` always runs, because the results of that chunk are always read.
+    For the first chunk, `body` always runs, because its results are always read.
     """
     if c == 0:
         body()
@@ -594,7 +593,7 @@ def _products(call, bank, first, sources, group, lhs):
 
 
 def _sum_pieces(call, products):
-    """Return the products of the S queries [S, ..], each summed over the query's pieces."""
+    """Sum products over the pieces of each query, and return [S, ..]."""
     S = call.S
     if not call.narrow:
         return products[:S]

@@ -1,14 +1,14 @@
 """TPU kernels of depth attention over residual matrices, which need no transposes around them.
 
-The key-vector kernels leave residuals in the memory layout [B, V K, T]: tokens are in the lanes,
-and V is the slowest axis of a matrix. The array of all sources, the bank [N, B, T, K, V], therefore
-has the layout [N, B, V K, T], and the kernels of this module use it directly. The kernels of
-`mosaic_tpu`, which have D in the lanes, would need every array to be transposed twice.
+The key-vector kernels leave residuals in the memory layout [B, V K, T], with tokens in the lanes.
+The bank, the array [N, B, T, K, V] of all sources, then has the layout [N, B, V K, T]. The kernels
+of this module use it directly. The kernels of `mosaic_tpu`, which have D in the lanes, would need
+two transposes of every array.
 
 - `partial` keeps one tile of every source in VMEM. Each source is a separate operand. An empty
-  source's operand selects the same block at every grid step, so that it moves almost no bytes. If
-  the sources do not fit, they are processed in parts, and the result for the earlier parts is
-  passed on as the `prior` of the next part. Sites are processed in parts too.
+  source moves almost no bytes, because it has the same block at every grid step. If the sources do
+  not fit, they are processed in parts. The result for the earlier parts is the `prior` of the next
+  part. Sites are processed in parts too.
 - `partial_backward` consists of two kernels. The first computes <d_mixed, v> and the logits for all
   sources v. The second uses these to compute the gradient of one source at a time.
 - `merge` supports no norm, because the op that reads from the mix normalises it.
@@ -51,16 +51,15 @@ from pallas_kernels.depth_attention.mosaic_tpu_matrices_kernels import MatricesC
 from pallas_kernels.target import target
 
 # Maximum VMEM for double-buffered blocks, in units of 1/60 of the VMEM limit. The compiler uses the
-# remainder.
+# rest.
 _BUDGET = 44
 # Maximum VMEM for the blocks of `merge_backward`, in units of 1/60 of the VMEM limit. This kernel
 # has six arrays and cannot be split into parts.
 _LARGEST = 52
-# Maximum number of sources per kernel. It is small because each source is a separate operand and
-# the loop over sources is unrolled.
+# Maximum number of sources per kernel. Each source is a separate operand, and the loop over sources
+# is unrolled.
 _MOST_SOURCES = 16
-# Maximum number of sites per kernel. It is small because the sums of all sites for the rows of one
-# step must fit in registers.
+# Maximum number of sites per kernel. The sums of all sites for one step must fit in registers.
 _MOST_SITES = 8
 
 
@@ -140,7 +139,7 @@ def _partial(call: MatricesCall, queries, bank, first, count, prior):
 
 
 def _over_tiles(call: MatricesCall, kernel, name, inputs, outputs, scratch, moved, count):
-    """Run a kernel whose grid steps each process one tile of tokens of all sources.
+    """Run a kernel in which a grid step processes one tile of tokens of all sources.
 
     Args:
       call: the static parameters.
@@ -204,7 +203,7 @@ def partial_backward(
 
 
 def _measure(call: MatricesCall, queries, bank, first, count, d_mixed):
-    """Compute the values that the gradients need for each of `call.N` sources, from row `first` on.
+    """Compute the values that the gradients need, for `call.N` sources from row `first` on.
 
     Returns:
       The logits [B, N, S, T], the inner products <d_mixed, v> [B, N, S, T], and rstd [B, N, 1, T].
@@ -226,7 +225,7 @@ def _measure(call: MatricesCall, queries, bank, first, count, d_mixed):
 
 
 def _weigh(call: MatricesCall, count, logits, g, rstd, log_sums, delta):
-    """Compute the coefficients of each source's gradient: a few numbers per token and site.
+    """Compute the coefficients in the sources' gradients, for each token and site.
 
     The gradient of a source is `weights` times d_mixed, plus `d_products` times the queries, minus
     `shrink` times the source itself. See `interface` for the equations.
@@ -248,8 +247,8 @@ def _partial_backward(call: MatricesCall, queries, bank, count, of_sources, d_mi
     def row(c, j, n, count):
         """Return the block index for the gradient of source n.
 
-        Without `accumulate`, the gradients of empty rows are written as zeros. With it, empty rows
-        are neither read nor written, so their block index is that of the last active row.
+        Without `accumulate`, zeros are written to empty rows. With it, empty rows are neither read
+        nor written: their block index is that of the last active row.
         """
         last = N - 1 if added is None else jnp.maximum(count[0] - 1, 0)
         b, t = call.tile(c, j)
@@ -436,8 +435,7 @@ def merge_gradients(call: MatricesCall, operands: Merge, out: dict[str, Array]) 
 def _parts(N: int, S: int, D: int, dtype) -> tuple[int, int]:
     """Return the numbers of sources and of sites per kernel call.
 
-    The blocks of one call fit in VMEM. The N sources and the S sites are split into parts that are
-    as equal as possible.
+    The blocks of one call fit in VMEM. All calls have about the same numbers.
     """
     blocks = target().vmem_part(_BUDGET) // (2 * _block(D, dtype))
     sites = min(_MOST_SITES, max(1, blocks // 3))
@@ -489,7 +487,7 @@ def _per_token(call: MatricesCall, rows: int):
 def tokens_last(x):
     """Transpose [.., B, T, K, V] to [.., B, V K, T].
 
-    XLA stores these arrays in that order already (see the module's docstring), so no data is moved.
+    XLA stores these arrays in that order (see the module's docstring), so no data is moved.
     """
     *lead, T, K, V = x.shape
     axes = (*range(len(lead)), len(lead) + 2, len(lead) + 1, len(lead))
@@ -506,8 +504,7 @@ def tokens_first(x, K: int, V: int):
 def _whole_tiles(call: MatricesCall, x):
     """Return the operand for an input [.., T] whose buffer an output overwrites.
 
-    In the interpreter, T is padded to whole tiles, because the interpreter can alias only whole
-    tiles.
+    In the interpreter, T is padded to whole tiles, because it can alias only whole tiles.
     """
     missing = call.tiles * call.lanes - x.shape[-1] if call.interpret else 0
     x = jnp.pad(x, ((0, 0),) * (x.ndim - 1) + ((0, missing),)) if missing else x
@@ -522,8 +519,8 @@ def columns(queries):
 def query_rows(call: MatricesCall, queries):
     """Return queries [S, V K] as the left operands of matrix products with chunks of a source.
 
-    The result is [chunks, query_rows, rows]. For bfloat16 sources, the three bfloat16 terms
-    ('pieces') of the queries follow each other along `query_rows`.
+    The result is [chunks, query_rows, rows]. For bfloat16 sources, each query is split into three
+    bfloat16 terms ("pieces"), which are separate rows along `query_rows`.
     """
     rows = pieces(queries) if call.narrow else [queries]
     rows = _padded(call, rows).reshape(call.query_rows, call.chunks, call.rows)

@@ -1,10 +1,10 @@
 """Bodies of the depth-attention TPU kernels for residual matrices.
 
-Each grid step processes one tile of tokens, which are in the lanes. Their number is a multiple of
-128. A source is [D, lanes] in a tile. Logits, weights and all other per-token numbers are rows [1,
-lanes], so that no data has to cross lanes. Logits are matrix products of the queries and a source.
-The queries' gradients are matrix products that contract over tokens. All other computation is
-elementwise and processes STEP rows at a time.
+Each grid step processes one tile of tokens. The tokens are in the lanes, and their number is a
+multiple of 128. A source is [D, lanes] in a tile, and each number per token, such as a weight, is
+in a row [1, lanes]. Logits are matrix products of the queries and a source. The queries' gradients
+are matrix products that contract over tokens. All other computation is elementwise and processes
+STEP rows at a time.
 """
 
 import dataclasses
@@ -19,8 +19,7 @@ from jax.experimental import pallas as pl
 from pallas_kernels.call import LANES, largest_divisor, round_up
 from pallas_kernels.depth_attention.mosaic_tpu_kernels import contract, pieces
 
-# Number of rows of a source per elementwise step. It is small enough that the sums of all sites fit
-# in registers.
+# Number of rows of a source per elementwise step. The sums of all sites then fit in registers.
 STEP = 32
 # Maximum number of chunks or steps that are unrolled into one loop iteration.
 UNROLL = 4
@@ -90,7 +89,7 @@ class MatricesCall:
         return round_up(self.S * (3 if self.narrow else 1), 16)
 
     def tile(self, core, j):
-        """Return the index of the sequence, and of the tile within it, for a core's step j."""
+        """Return the indices of the sequence and of its tile that a core processes in step j."""
         place, tiles = core * self.tiles_each + j, np.int32(self.tiles)
         return jax.lax.div(place, tiles), jax.lax.rem(place, tiles)
 
@@ -130,8 +129,7 @@ def partial(inputs, outputs, scratch, *, call: MatricesCall):
             priors = [inputs["prior"][s, 0, rows].astype(jnp.float32) for s in range(S)]
             sums = [weights[N, s : s + 1] * prior for s, prior in enumerate(priors)]
         for i, values in enumerate(sources):
-            # An empty row may contain NaN, and NaN times a weight of 0 is NaN, so 0 replaces its
-            # values.
+            # Replace the values of empty rows by 0, because they may be NaN.
             x = jnp.where(i < count, values[rows].astype(jnp.float32), 0)
             for s in range(S):
                 part = weights[i, s : s + 1] * x
@@ -230,10 +228,9 @@ def partial_backward(inputs, outputs, scratch, *, call: MatricesCall):
 
         _each_chunk(call, differentiate)
 
-    # The gradient of an empty row of the bank (a row without a source) is zero. If gradients are
-    # accumulated, the output block of an empty row is the last active row, which is already
-    # written. If no row is active, the output block is row 0, which must be copied from the
-    # accumulator.
+    # The gradient of an empty row (a row of the bank without a source) is zero. If gradients are
+    # accumulated, an empty row has the output block of the last active row, which is already
+    # written. If no row is active, the block is row 0, which must be copied from the accumulator.
     @pl.when((n >= count) & ((n == 0) if adds else True))
     def _():
         zeros = jnp.zeros(d_values.shape, d_values.dtype)
@@ -263,7 +260,7 @@ def differentiate_merge(call: MatricesCall, inputs, outputs, d_h, shared, exists
       call, inputs, outputs: the static parameters and the refs of the kernel.
       d_h: the cotangent of h.
       shared: the weight p, the logit and the rstd of the running sum, from `share`.
-      exists: a mask of the tile's tokens that exist (the last tile may be only partly filled), or
+      exists: a mask of the tokens that exist, because the last tile may be only partly filled; or
         None if all exist.
     """
     current, mixed, added = (inputs[k].at[0] for k in ("current", "mixed", "d_current_in"))
@@ -324,12 +321,11 @@ def _score(call, queries, values):
 
 
 def _query_gradients(call, inputs, exists, d_queries, values, d_products):
-    """Return a function that computes the queries' products for one chunk of rows of a source v.
+    """Return a function that computes two products of the backward pass for a chunk of a source v.
 
-    The function takes the chunk's index. It adds `sum_tokens d_product v` to `d_queries`, and
-    returns `sum_s d_product_s query_s`, the queries' term in the gradient of v. If operands are
-    bfloat16, both products use split operands (pieces), and the relative error of the returned
-    product is 2^-16.
+    The function takes the chunk's index. It adds `sum_tokens d_product v` to `d_queries`. It
+    returns `sum_s d_product_s query_s`, a term of the gradient of v. If operands are bfloat16, they
+    are split into pieces. The relative error of the returned product is then 2^-16.
     """
     if exists is not None:
         d_products = jnp.where(exists, d_products, 0)
@@ -405,5 +401,5 @@ def _loop(call, count, unroll, body, carry):
 
 
 def _fold(x):
-    """Sum the rows in groups so that 8 partial sums remain, without crossing sublanes."""
+    """Sum the rows to 8 partial sums, without moving data across sublanes."""
     return jnp.sum(x.reshape(-1, 8, x.shape[1]), axis=0)

@@ -1,8 +1,7 @@
 """Bodies of the TPU kernels of `merge` and `merge_backward` for vectors.
 
-The kernels process one group of GROUP tokens at a time, on the vector unit. Intermediates that
-several passes over D need are kept in VMEM in float32, because this is cheaper than converting the
-inputs and computing the intermediates again.
+The kernels process one group of GROUP tokens at a time, on the vector unit. Intermediates that are
+used several times are kept in VMEM in float32. This is cheaper than computing them again.
 """
 
 import jax
@@ -43,10 +42,10 @@ def merge(inputs, outputs, scratch, *, call: VectorsCall):
 def merge_backward(inputs, outputs, scratch, *, call: VectorsCall):
     """Compute the cotangents of `merge` for one tile, and add to the parameters' cotangents.
 
-    A parameter's cotangent has 8 rows of partial sums, which the caller adds up. The cotangent of h
-    is `d_h = h_rstd (a - mean(a) - n mean(a n))`, with n the normalised h, a = norm_gain * d_z, and
-    h_rstd the rstd of h. For rmsnorm, the term mean(a) is absent. The gradient of `mixed` is
-    `(1 - p) d_h`. With `d_logit = p (1 - p) <d_h, current - mixed>`, the gradient of `current`,
+    A parameter's cotangent has 8 rows of partial sums, which the caller adds up. Let n be the
+    normalised h, h_rstd the rstd of h, and a = norm_gain * d_z. The cotangent of h is `d_h = h_rstd
+    (a - mean(a) - n mean(a n))`. For rmsnorm, the term mean(a) is absent. The gradient of `mixed`
+    is `(1 - p) d_h`. With `d_logit = p (1 - p) <d_h, current - mixed>`, the gradient of `current`,
     which is added to its cotangent, is `p d_h + d_logit (rstd query - rstd^2 / D logit current)`.
     """
     tile = Tile(call)

@@ -1,10 +1,9 @@
 """TPU kernels for `merge_read`: phase two over residual matrices, and the read from its mix.
 
-There is one kernel for the forward pass and one for the backward pass. The mix
-`h = mixed + p (current - mixed)` exists only in VMEM, one tile at a time. The kernel bodies of
-`mosaic_tpu_matrices` compute it there, and the bodies of the key-vector kernels then normalise and
-read it as if it were a residual. The backward pass computes h again, and also keeps the cotangent
-of h in VMEM.
+There is one kernel for the forward pass and one for the backward pass. The mix `h = mixed + p
+(current - mixed)` exists only in VMEM, one tile at a time. It is computed as in
+`mosaic_tpu_matrices`, and then normalised and read as in the key-vector kernels. The backward pass
+computes h again, and also keeps the cotangent of h in VMEM.
 
 For T tokens with E bytes per entry, the forward pass takes `2 T P K V` FLOPs and moves
 `E T V (2 K + P)` bytes; the backward pass takes `4 T P K V` FLOPs and moves `E T V (5 K + P)`
@@ -45,7 +44,7 @@ from pallas_kernels.key_vector.mosaic_tpu_keys import (
 from pallas_kernels.target import target
 
 # Maximum VMEM for blocks and scratch, in units of 1/60 of the VMEM limit. The compiler uses the
-# remainder.
+# rest.
 _BUDGET = 46
 # The fallback if `_read` finds no tile that fits: the merge and the read run as separate kernels.
 _SEPARATE = SeparateMergeRead(matrices, key_vector)
@@ -101,8 +100,8 @@ def merge_read(
         inputs,
         outputs,
         scratch | {"h": pltpu.VMEM((1, s.V, s.K, lanes), current.dtype)},
-        # The third grid dimension has one step. It exists because the body of the key-vector kernel
-        # uses that dimension for slabs (ranges of V).
+        # The body of the key-vector kernel needs a third grid dimension, for slabs (ranges of V).
+        # Here there is only one slab.
         grid=(B, call.tiles, 1),
         semantics=("parallel", "parallel", "arbitrary"),
         flops=2 * B * T * call.size * s.P,
@@ -254,7 +253,7 @@ def _read(
 def _vmem_bytes(op: str, s: Sizes, blocks: BlockSizes) -> int:
     """Estimate the VMEM of a grid step, in bytes.
 
-    Blocks that the pipeline copies count twice, because it double-buffers them; others count once.
+    Blocks that the pipeline copies count twice, because they are double-buffered.
     """
     size = s.K * s.V * blocks.tokens
     row, vectors = size * jnp.dtype(s.residual_dtype).itemsize, s.V * s.P_padded * blocks.tokens

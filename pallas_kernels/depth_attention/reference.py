@@ -1,8 +1,8 @@
 """Plain JAX reference of depth attention, against which every implementation is tested.
 
-All computations are in float32 (float64 for float64 inputs), whatever the dtype of the inputs.
-Gradients are computed by JAX's automatic differentiation. The equations are those of Kimi Team
-(2026), "Attention Residuals": equations 2 to 6 and algorithm 1.
+All computations are in float32, or in float64 for float64 inputs. JAX's automatic differentiation
+computes the gradients. See Kimi Team (2026), "Attention Residuals", equations 2 to 6 and algorithm
+1.
 """
 
 import jax
@@ -24,8 +24,8 @@ def partial(
 ) -> tuple[Float[Array, "S T D"], Float[Array, "S T"]]:
     """Compute the mixes (weighted sums of sources) and log-sum-exps of S sites.
 
-    A mix is over the first `count` sources and over the sources that `prior` represents. `prior`
-    contains the mixes and log-sum-exps of those sources.
+    A mix includes the first `count` sources, and the sources whose mixes and log-sum-exps are in
+    `prior`.
     """
     queries, sources, count, prior = operands
     dtype = sources.dtype

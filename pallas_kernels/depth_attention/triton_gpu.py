@@ -1,7 +1,7 @@
 """GPU kernels of depth attention, in Pallas Triton, for compute capability 8.0 and above.
 
-All kernels are bound by memory bandwidth, so a source is read from memory only once: a program
-keeps all D entries of a token's source in registers and computes an online softmax over the
+All kernels are bound by memory bandwidth, so each source is read from memory only once. A program
+keeps all D entries of a token's source in registers, and computes an online softmax over the
 sources. The costs for S sites, T tokens and N active sources are:
 
     op                FLOPs                elements moved to or from memory
@@ -11,11 +11,11 @@ sources. The costs for S sites, T tokens and N active sources are:
     merge_backward    40 T D               6 T D
 
 If the accumulators for S sites do not fit in registers, `partial` divides the sites between several
-programs per token. These programs run at the same time and share the sources through the cache.
-The backward pass then consists of two kernels: one computes the logits, which need whole sources,
-and one processes parts of D and reads the sources again. Together they move (3 N + 2 S) T D
-elements. If the accumulators fit, the backward pass is a single kernel, which reads a token's
-sources twice, the second time from the cache.
+programs per token. These run at the same time and share the sources through the cache. The backward
+pass then consists of two kernels, which move (3 N + 2 S) T D elements. The first computes the
+logits, which need whole sources. The second processes parts of D and reads the sources again. If
+the accumulators fit, the backward pass is a single kernel. It reads a token's sources twice, the
+second time from the cache.
 
 Gradients of parameters are summed in registers over a group of tokens, and then over the groups in
 a fixed order. There are no atomics, so results are bitwise reproducible.
@@ -66,8 +66,8 @@ class Blocks(NamedTuple):
 
     Attributes:
       rows: the number of sources per tile, a power of two.
-      sites: the number of sites per program. The accumulators of these sites are in registers, and
-        the program reads a source once for all of them.
+      sites: the number of sites per program. Their accumulators are in registers, and the program
+        reads each source once for all of them.
       tokens: the number of tokens per program, which it processes one at a time.
       columns: the number of entries along D per tile, a power of two. Only the tiles of a backward
         kernel can have fewer entries than D.
@@ -123,16 +123,15 @@ def default_blocks(kernel: str, *, N: int, S: int, T: int, D: int, dtype: DTypeL
     """Return block sizes that compile without register spills, by a fixed rule.
 
     A thread keeps 16 entries of a source in registers, or 8 if it also keeps vectors of several
-    sites. Kernels that sum parameter gradients process tokens in groups, with about 1024 programs
-    in total. These are enough to fill current GPUs (up to about 150 multiprocessors), and they
-    leave few partial sums to add.
+    sites. Kernels that sum parameter gradients run about 1024 programs, each for a group of tokens.
+    This fills current GPUs (up to about 150 multiprocessors), and leaves few partial sums to add.
     """
     width = padded(D)
     warps = lambda entries, most=16: min(most, max(1, width // (32 * entries)))
     group = lambda parts: min(32, max(1, T * parts // 1024))
     rows = 1 if width > 4096 else 2
-    # The number of warps is the same in the forward and the backward pass. Both then sum the terms
-    # of a logit in the same order, so their logits are bitwise equal.
+    # With the same number of warps, the forward and the backward pass sum the terms of a logit in
+    # the same order. Their logits are then bitwise equal.
     of_mix = warps(16 if S == 1 else 8)
     if kernel in ("depth_attention_partial", "depth_attention_scores"):
         groups = pl.cdiv(S, max(1, min(4, 16384 // width)))
@@ -140,8 +139,8 @@ def default_blocks(kernel: str, *, N: int, S: int, T: int, D: int, dtype: DTypeL
     if kernel == "depth_attention_backward":
         return Blocks(rows, S, group(1), width, of_mix)
     if kernel == "depth_attention_gradients":
-        # The threads of a program cover exactly one row of a tile, and each thread has the same
-        # entries of every row. Sums over rows therefore need no communication between threads.
+        # Each thread has the same entries of every row of a tile. Sums over rows therefore need no
+        # communication between threads.
         part = min(width, 512 if S <= 8 else 256)
         entries = 4 if S <= 8 else 2
         return Blocks(1, S, group(pl.cdiv(D, part)), part, max(1, part // (32 * entries)), 3)
@@ -383,8 +382,8 @@ def _blocks_of(call: GpuCall, kernel: str, sources: Array) -> Blocks:
     return tuned.look_up(KERNELS[kernel], key, call.T, default_blocks(kernel, T=call.T, **key))
 
 
-# These kernels must sum the terms of a logit in the same order, so that the forward and the
-# backward pass compute bitwise equal logits.
+# These kernels must sum the terms of a logit in the same order, so that their logits are bitwise
+# equal.
 _ALIKE = ("depth_attention_partial", "depth_attention_scores", "depth_attention_backward")
 
 

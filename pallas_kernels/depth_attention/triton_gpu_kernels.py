@@ -56,8 +56,7 @@ class Columns(NamedTuple):
 def padded(size: int) -> int:
     """Round `size` up to a block size for Triton: a power of two, at least 32.
 
-    With fewer than 32 entries, some threads of a warp would be idle, so a smaller block saves
-    nothing.
+    A smaller block saves nothing, because some threads of a warp would be idle.
     """
     return max(32, pl.next_power_of_2(size))
 
@@ -102,8 +101,8 @@ def _count(call, ref):
 def _each_tile(blocks, rows, load, body, carry):
     """Run `carry = body(rows, tile, carry)` for each tile of the first `rows` sources.
 
-    The loads of the next tiles are issued before a tile is processed. Otherwise every tile would
-    wait for memory, because the sums over a source synchronise the threads.
+    The next tiles are loaded before a tile is processed. Otherwise every tile would wait for
+    memory, because the sums over a source synchronise the threads.
     """
     size, ahead = blocks.rows, blocks.ahead
     tile_rows = lambda i: i * size + jnp.arange(size)
@@ -185,9 +184,9 @@ def _mixed(call, blocks, count, sources, t, columns, queries, mixes):
 def _token_and_sites(call, blocks):
     """Return the index of the token and the indices of the sites that this program processes."""
     groups = pl.cdiv(call.S, blocks.sites)
-    # Consecutive programs process the site groups of the same token. These programs run at the same
-    # time, so only the first one has to load the token's sources from memory. The other programs
-    # hit the cache.
+    # Consecutive programs process the same token for different groups of sites. They run at the
+    # same time, so only the first has to load the token's sources from memory. The others hit the
+    # cache.
     t = jax.lax.div(pl.program_id(0), jnp.int32(groups))
     first = (pl.program_id(0) - t * groups) * blocks.sites
     # If S is not a multiple of the group size, the last group computes and writes the last site
@@ -264,8 +263,7 @@ def _scores(call, blocks, ref, count, t, sites, columns, queries, d_mixed):
     mixes = _each_tile(blocks, count, load, tile, mixes)
     totals = [mix.mean for mix in mixes]
     if not hasattr(ref, "delta"):
-        # Without `delta` there is no prior (a mix of other sources). The weights of the sources
-        # then sum to 1, so `totals` needs no correction.
+        # Without `delta` there is no prior (a mix of other sources), so the weights sum to 1.
         return totals
     for k, (s, mix) in enumerate(zip(sites, mixes, strict=True)):
         share = jnp.where(mix.total == 0, 0.0, jnp.exp(mix.log_sum - ref.log_sums[s, t]))
@@ -421,7 +419,7 @@ def merge_backward_kernel(call, blocks, ref):
     def token(t, sums):
         d_query, d_gain = sums
         # The parameters are loaded again (from the cache) for every token, because they do not fit
-        # in registers. The same is true for the values that are needed after d_mixed is written.
+        # in registers. So are the values that are needed after d_mixed is written.
         load_query = lambda: _load(ref.query, (), columns)
         mixed, current, rstd, logit, p = _merged(call, ref, t, columns, load_query())
         normed, norm_rstd = _normed(call, columns, mixed + p * (current - mixed))

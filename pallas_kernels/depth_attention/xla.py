@@ -1,9 +1,9 @@
 """Portable implementation of depth attention in plain JAX, which XLA fuses on any platform.
 
 Inner products with sources are written as multiplications and sums, not as matrix products. XLA
-then converts the sources while it reads them, without writing a float32 copy of all sources, and
-the logits are float32 on every platform. The forward pass reads the sources twice (for the logits
-and for the mix), and the backward pass reads them three times.
+then writes no float32 copy of the sources, and the logits are float32 on every platform. The
+forward pass reads the sources twice (for the logits and for the mix), and the backward pass reads
+them three times.
 
 With a `key_axis`, D is sharded over that mesh axis. Inner products and mean squares are then sums
 over devices. Each pass sums them in one float32 all-reduce.
@@ -87,8 +87,7 @@ def partial(
         log_sums = jnp.logaddexp(log_sums, prior[1])
     weights = _weights(logits, log_sums)
     values = _active_values(sources, count)
-    # The terms of the mix are added in a loop, because `jnp.sum` over the sources' axis is ten
-    # times slower on a CPU.
+    # Add the terms of the mix in a loop, because `jnp.sum` over them is ten times slower on a CPU.
     mixed = sum(weights[:, n][..., None] * values[n] for n in range(values.shape[0]))
     if prior is not None:
         mixed = mixed + prior_weights(prior[1], log_sums)[..., None] * wide(prior[0])
@@ -96,7 +95,7 @@ def partial(
 
 
 def prior_weights(prior_log_sums: Array, log_sums: Array) -> Array:
-    """Return the total softmax weight [S, T] of the sources that a prior (their mix) represents."""
+    """Return the softmax weight [S, T] of a prior, a mix of other sources."""
     return jnp.where(prior_log_sums == -jnp.inf, 0, jnp.exp(prior_log_sums - log_sums))
 
 

@@ -5,14 +5,14 @@ last group belong to no group.
 
 Implementations: "xla" (`jax.lax.ragged_dot`, on any platform), "mosaic_tpu" (JAX's megablox kernels
 for TPUs), "triton" (GPU kernels) and "pallas" (the kernels on platforms that have them, else plain
-JAX). The default, None, uses the kernels. XLA's own op is slow in JAX 0.10: the gradient of the
-matrices on TPUs, and all products on GPUs, cost as much as if every row were in every group.
+JAX). The default, None, uses the kernels, because XLA's own op is slow in JAX 0.10. Its products on
+GPUs, and its gradients of the matrices on TPUs, cost as much as if every row were in every group.
 
 An implementation is a module with these functions:
 
     product(rows, matrices, sizes, *, transposed=False) -> `rows[m] @ matrices[g]` for each row m of
-        group g; if `transposed`, `matrices[g] @ rows[m]`, which maps the products' cotangents to
-        the cotangents of the rows [M, K]
+        group g. If `transposed`, `matrices[g] @ rows[m]`: the cotangents of the rows, given the
+        cotangents of the products as `rows`.
     of_matrices(rows, d_products, sizes) -> the cotangents of the matrices [G, K, N]: for each
         group, the sum of the outer products of its rows and their cotangents
     unsupported(op, rows, other, sizes) -> a one-line reason why the implementation does not support

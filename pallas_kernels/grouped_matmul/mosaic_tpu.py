@@ -1,10 +1,10 @@
 """Products of groups of rows with one matrix per group on TPUs, with JAX's megablox kernels.
 
 See Gale et al. (2023), MegaBlocks. The grid runs over tiles of rows. A tile that has rows of
-several groups is processed once for each of these groups. An example is M = 65,536 rows, K = 2304,
-N = 2048 and 256 groups in bfloat16 on v5e (197 TFLOP/s, 819 GB/s). The arithmetic takes at least
-3.14 ms, and reading the matrices (2.4 GB) takes at least 2.9 ms. A group should therefore have at
-least 256 rows.
+several groups is processed once for each of these groups. For example, take M = 65,536 rows, K =
+2304, N = 2048 and 256 groups in bfloat16 on v5e (197 TFLOP/s, 819 GB/s). The arithmetic takes at
+least 3.14 ms, and reading the matrices (2.4 GB) takes at least 2.9 ms. With fewer than 256 rows per
+group, reading would dominate.
 """
 
 import jax.numpy as jnp
@@ -15,8 +15,8 @@ from pallas_kernels.call import LANES
 from pallas_kernels.platform import checks_varying
 
 # Maximum number of rows per tile, and maximum number of bytes in a row or a column of a matrix
-# tile. Smaller tiles do not amortise the overhead of a grid step, and larger tiles do not fit in
-# VMEM: the kernels do not request VMEM, so they get the default of 16 MiB.
+# tile. With smaller tiles, the overhead of a grid step is too large. Larger tiles do not fit in the
+# 16 MiB of VMEM that the kernels get by default.
 _ROWS, _BYTES = 512, 2048
 
 
@@ -54,14 +54,14 @@ def of_matrices(
     """Return the cotangents of the matrices, as `pallas_kernels.grouped_matmul` defines."""
     tile = _tile_rows(len(rows), len(sizes))
     tiling = tile, *_of_matrix(rows.dtype, rows.shape[1], d_products.shape[1])
-    # The kernel requires transposed rows, and transposes them back when it reads them.
+    # The kernel requires transposed rows.
     turned = _padded(rows, tile).swapaxes(0, 1)
     d_products = _padded(d_products, tile)
     return tgmm(turned, d_products, sizes, rows.dtype, tiling, interpret=interpret)
 
 
 def _tile_rows(rows: int, groups: int) -> int:
-    """Return the number of rows per tile: about the mean size of a group, as a power of two.
+    """Return the number of rows per tile: a power of two, about the mean size of a group.
 
     Larger tiles would waste work, because a tile with rows of two groups is computed twice.
     """

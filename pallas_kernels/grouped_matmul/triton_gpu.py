@@ -1,11 +1,11 @@
 """Products of groups of rows with one matrix per group, in Pallas Triton, for GPUs from sm_80 on.
 
-Each group's rows are divided into separate tiles, and a program computes one tile of rows and some
-columns of the products. For the gradient of the matrices, a program computes one tile of a matrix
-over all rows of its group. So no row is multiplied by the matrix of another group. XLA's op on
-GPUs, in JAX 0.10, costs as much as if every row were in every group.
+Each group's rows are divided into separate tiles, so that no row is multiplied by the matrix of
+another group. A program computes the products of one tile of rows, for some columns. For the
+gradient of the matrices, a program computes one tile of a matrix from all rows of its group. XLA's
+op on GPUs, in JAX 0.10, costs as much as if every row were in every group.
 
-An example is M = 65,536 rows, K = 2304, N = 2048 and 256 groups in bfloat16 on an H100 (989
+For example, take M = 65,536 rows, K = 2304, N = 2048 and 256 groups in bfloat16 on an H100 (989
 TFLOP/s, 3352 GB/s). The arithmetic takes at least 0.63 ms, and reading the matrices (2.4 GB) once
 takes at least 0.72 ms.
 
@@ -151,7 +151,7 @@ def of_matrices(
 def _tiles(sizes: Int[Array, " G"], rows: int, height: int) -> dict[str, Int[Array, " tiles"]]:
     """Return each row tile's group, its first row, and the end of the group's rows.
 
-    The number of tiles is static: the maximum that the groups could need. Unused tiles have no
+    The number of tiles is static: the most that any group sizes could need. Unused tiles have no
     rows.
     """
     needed = -(-sizes // height)
