@@ -276,7 +276,7 @@ def _cost(flops, moved, transcendentals, inputs, outputs) -> pl.CostEstimate:
 
 
 def declared(outputs: Mapping[str, Shaped], operands: Any) -> dict[str, jax.ShapeDtypeStruct]:
-    """Return the outputs' shapes, marked as varying over every mesh axis that `operands` vary over.
+    """Return the shapes of the outputs, marked as varying over the same mesh axes as `operands`.
 
     `jax.shard_map` checks these marks if `check_vma` is true.
     """

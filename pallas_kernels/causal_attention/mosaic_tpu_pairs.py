@@ -17,7 +17,7 @@ FIRST, LAST, MASKED, DONE, NEW = 1, 2, 4, 8, 16
 
 
 def count(call: Any) -> int:
-    """Return the number of pairs (block of queries, block of keys) in which a query sees a key."""
+    """Return the number of pairs of a query block and a key block in which a query sees a key."""
     return sum(len(seen(call, i)) for i in range(call.queries // call.blocks.queries))
 
 

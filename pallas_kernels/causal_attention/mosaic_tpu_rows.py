@@ -1,4 +1,4 @@
-"""Extraction of heads from size-major rows, [D, rows, tokens], in VMEM, and the reverse.
+"""Extraction of heads from size-major blocks [D, rows, tokens] in VMEM, and the reverse.
 
 In the blockwise kernels, "rows_q" is a block of size-major rows, and "q" is the heads [heads, D,
 tokens] that are extracted from it into scratch. Other arrays are named in the same way.

@@ -65,7 +65,7 @@ class _WholeCall(NamedTuple):
 
     @property
     def logits(self) -> int:
-        """The number of logits of one head, not counting keys that no query of a block sees."""
+        """The number of logits that are computed for one head."""
         if self.window is None:
             return self.length**2 // 2
         seen = (self.seen(start) for start in range(0, self.length, self.queries))
@@ -316,7 +316,7 @@ def _for_each_group(call: _WholeCall, ref, attend):
 
 
 def _fetch(call: _WholeCall, ref, name: str, vectors: int):
-    """Copy size-major rows to 32-bit words in scratch, from which strided loads can read heads."""
+    """Copy size-major rows to 32-bit words in scratch. Strided loads then read heads from there."""
     if call.rows == "size_major" and not call.direct:
         call.layout(vectors).fetch(ref[name].at[0], ref["words_" + name])
 

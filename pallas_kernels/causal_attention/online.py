@@ -185,7 +185,7 @@ _forward.defvjp(_forward_saving, _pull_back)
 class _OnlineBlocks:
     """The division of queries and keys into blocks.
 
-    `pairs` lists the pairs (query block, key block) in which some query may see some key.
+    `pairs` lists the pairs of a query block and a key block in which a query may see a key.
     """
 
     def __init__(self, causal: bool, operands: PartOperands):

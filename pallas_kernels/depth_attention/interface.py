@@ -31,21 +31,19 @@ The first `count` rows of the bank are active. The others are empty: their weigh
             d_queries = sum_i,t d_logit_i rstd_i v_i
             d_v_i = sum_s weight_i d_mixed + d_logit_i (rstd_i q - logit_i rstd_i^2 v_i / D)
 
-        The sum over j is over the active rows and uses the same computed g, so that with a single
-        source d_logit is exactly 0. `delta [S, T]`, in float32, is the prior's term of that sum
-        minus the cotangent of log_sums; None means 0. d_sources has the dtype of the sources. If
+        The sum over j is over the active rows. It uses the same g, so that d_logit is exactly 0 if
+        there is a single source. `delta [S, T]`, in float32, is the prior's term of that sum minus
+        the cotangent of log_sums. None means 0. d_sources has the dtype of the sources. If
         `accumulate [N, T, D]` is not None, d_sources is added to it, and empty rows keep their
-        values; kernels overwrite `accumulate`, which costs a copy if a caller still uses it. The
+        values. Kernels overwrite `accumulate`; if a caller still uses it, it is copied first. The
         sum over T in d_queries is computed in a fixed order.
 
     merge(Merge, *, norm, epsilon, norm_epsilon) -> z [T, D]
 
         Phase two of one site. Row `site` of `mixed` is the mix of all sealed sources, and the
-        running sum `current` is one more source. Its weight is
-        p = sigmoid(logit(current) - log_sum), or 0 if `active` is False. Then
-        h = mixed + p * (current - mixed) and z = norm_gain * norm(h), in the dtype of `current`. If
-        `norm_gain` and `norm` are None, z = h. A kernel reads the row directly from `mixed`,
-        because a slice would be copied.
+        running sum `current` is one more source. Its weight is p = sigmoid(logit(current) -
+        log_sum), or 0 if `active` is False. Then h = mixed + p * (current - mixed) and z =
+        norm_gain * norm(h), in the dtype of `current`. If `norm_gain` and `norm` are None, z = h.
 
     merge_backward(Merge, MergeCotangents, *, norm, epsilon, norm_epsilon) -> MergeGradients
 

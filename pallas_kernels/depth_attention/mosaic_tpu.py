@@ -5,8 +5,8 @@ step loads one tile of tokens of all active sources to VMEM. It computes the log
 the mix from this tile.
 
 - The logits and the mixes are matrix products. For small S, their time does not depend on S. For
-  bfloat16 sources, each query and each weight is a sum of several bfloat16 terms ("pieces"). Logits
-  are then as exact as in float32, and weights have up to 16 bits.
+  bfloat16 sources, queries and weights are split into bfloat16 terms ("pieces"). Logits are then as
+  exact as in float32, and weights have up to 16 bits.
 - The backward pass computes the logits and <d_mixed, v_i> in one matrix product. The gradient of a
   source is another matrix product, plus a multiple of the source itself.
 - Empty rows of sources (rows from `count` onwards) are not read. If gradients are accumulated,

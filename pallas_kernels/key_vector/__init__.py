@@ -1,30 +1,29 @@
 """Key-vector ops: write vectors to a residual matrix under keys, normalise it and read it by key.
 
-Mak and Flanigan (2025), "Residual Matrix Transformers" (RMT), equations 12, 13 and 18 to 27.
-Between two sublayers, the output vectors of the first are written ("stored") to each token's
-residual matrix, and the input vectors of the second are read ("retrieved") from it. This package
-calls the place between two sublayers a *site*. `store_norm_retrieve` computes a whole site at once,
-so that an implementation can read and write the large residual only once.
+Mak and Flanigan (2025), "Residual Matrix Transformers" (RMT), equations 12, 13 and 18 to 27. Each
+token has a residual matrix. A *site* is the place between two sublayers. There, the output vectors
+of the first sublayer are written ("stored") to the matrix, and the input vectors of the second are
+read ("retrieved") from it. `store_norm_retrieve` computes a whole site, so that the large residual
+is read and written only once.
 
-Implementations: "xla" is plain JAX and runs on every platform; "mosaic_tpu" has TPU kernels;
-"triton" has GPU kernels; "mosaic_gpu" has kernels for GPUs of compute capability 9.0; "pallas" uses
-the kernels for the platform that the program is lowered for ("triton" on a GPU), and plain JAX on
-platforms without kernels. The default, None, selects the TPU kernels on a TPU and "xla" elsewhere.
-GPU kernels must be requested.
+Implementations: "xla" is plain JAX and runs on every platform. "mosaic_tpu" has TPU kernels,
+"triton" has GPU kernels, and "mosaic_gpu" has kernels for GPUs of compute capability 9.0. "pallas"
+uses "mosaic_tpu" on a TPU, "triton" on a GPU, and "xla" elsewhere. The default, None, uses the TPU
+kernels on a TPU and "xla" elsewhere.
 
 `store_norm_retrieve`, `store` and `norm_retrieve` support reverse-mode differentiation (jax.grad,
 jax.vjp, jax.jacrev) with respect to all array arguments. Second derivatives are supported only by
-"xla". Forward mode (jax.jvp, jax.jacfwd) raises a TypeError. The other ops have no gradients; the
-ops in `rebuilding` are building blocks for a caller's own backward pass.
+"xla". Forward mode (jax.jvp, jax.jacfwd) raises a TypeError. The ops in `rebuilding` have no
+gradients. A caller uses them to write its own backward pass.
 
-Sharded keys: if `key_axis` names a mesh axis of n devices, an op runs on each device within
-`jax.shard_map(.., check_vma=False)`, and K is sharded over that axis. Each device passes its own
-slices of the keys and the gain, along K. It passes the residual of the B = n b batch rows of all n
-devices, restricted to its slice of K: [B, N, K / n, V]. The data, the retrieved vectors and their
-cotangents are [b, N, .., V]: they belong to the device's own b batch rows. The gradients of keys
-and gain cover the device's slice of K and all B rows. A site communicates an all-gather of the
-data, a reduce-scatter of the retrieved vectors, and an all-gather of two float32 numbers per token.
-Its backward pass communicates an all-gather of the cotangents, a reduce-scatter of the data's
+Sharded keys: if `key_axis` names a mesh axis of n devices, K is sharded over that axis, and an op
+runs on each device within `jax.shard_map(.., check_vma=False)`. Each device has b batch rows of its
+own; together, the devices have B = n b rows. The data, the retrieved vectors and their cotangents
+are [b, N, .., V], for the device's own rows. Keys and gain are the device's slices along K. The
+residual is [B, N, K / n, V]: the rows of all devices, and the device's slice of K. The gradients of
+keys and gain cover this slice and all B rows. A site communicates an all-gather of the data, a
+reduce-scatter of the retrieved vectors, and an all-gather of two float32 numbers per token. Its
+backward pass communicates an all-gather of the cotangents, a reduce-scatter of the data's
 cotangents, and an all-gather of at most two float32 numbers per token. See `sharded`.
 """
 
@@ -99,31 +98,29 @@ def store_norm_retrieve(
     """Compute one site of an RMT: write vectors to the residual, normalise it and read vectors.
 
     A site lies between two sublayers of an RMT (Residual Matrix Transformer). It stores the output
-    vectors of the first and retrieves the input vectors of the second.
-
-    With X the residual, w the store keys, y the data and r the read keys, a token's result is
+    vectors of the first and retrieves the input vectors of the second. Let X be the residual, w the
+    store keys, y the data and r the read keys. The result for a token is
 
         X' = X + sum_r w_r (x) y_r          z_p = r_p . (gain * norm(X'))
 
     where (x) is the outer product.
 
     Args:
-      residual: X, one `K x V` matrix per token, with any leading token axes. The dtype is any float
-        dtype, or int16 fixed point, for which `undo` recovers X exactly. A token's z is NaN if its
-        int16 residual overflows, or if the standard deviation (for rmsnorm, the root mean square)
-        of its entries is less than two steps.
+      residual: X, one `K x V` matrix per token, with any leading token axes. The dtype is a float
+        dtype, or int16 for fixed point. `undo` recovers an int16 X exactly. A token's z is NaN if
+        its int16 residual overflows, or if the standard deviation (for rmsnorm, the root mean
+        square) of its entries is less than two fixed-point steps.
       store_keys: w, the keys under which the R data vectors are written.
       data: y, the R data vectors per token.
       gain: the norm's gain. The norm is computed over all `K * V` entries of a token together.
       read_keys: r, the keys with which P vectors are retrieved.
       norm: "layernorm" subtracts the mean first; "rmsnorm" does not.
       epsilon: the number added to the variance (layernorm) or mean square (rmsnorm); at least 0.
-      fraction_bits: the number of fraction bits of an int16 residual. The step is then
-        `2^-fraction_bits`, and the range is 2^15 steps to either side of 0. For the default of 9,
-        these are 1/512 and 64. All calls on one residual must use the same number.
-      key_axis: the mesh axis over which K is sharded, or None. With an axis there must be exactly
-        two token axes, and data and z belong to the device's own batch rows (see the module's
-        docstring).
+      fraction_bits: the number of fraction bits of an int16 residual. The fixed-point step is
+        `2^-fraction_bits`, and values are at most 2^15 steps from 0. By default, the step is 1/512,
+        and values are from -64 to 64. All calls on one residual must use the same number.
+      key_axis: the mesh axis over which K is sharded, or None (see the module's docstring). With an
+        axis, there must be exactly two token axes.
       implementation: None selects the fastest one for the platform that the program is lowered for.
 
     Returns:
@@ -173,9 +170,9 @@ def store_norm_retrieve_at(
       residual, data, norm, epsilon: as in `store_norm_retrieve`, but int16 residuals are not
         supported.
       store_keys, gain, read_keys: the parameters of all L layers, stacked.
-      size_major: two booleans. The first states whether the memory layout of the data is [V, R],
-        and the second whether that of the retrieved vectors is [V, P]. A feed-forward network's
-        vectors have these layouts. The booleans do not change the result.
+      size_major: two booleans: whether the memory layout of the data is [V, R], and whether that of
+        the retrieved vectors is [V, P], as for a feed-forward network. They do not change the
+        result.
       implementation: as in `store_norm_retrieve`, but this op has no GPU kernels.
 
     Raises:
@@ -266,8 +263,8 @@ def _store_norm_retrieve(call, site):
 
 def _store_norm_retrieve_forward(call, site):
     _refuse_integers(site.residual)
-    # The residual is not overwritten in place. Code that is differentiated often needs the old
-    # residual again, and XLA would then have to copy it first.
+    # The residual is not overwritten in place, because differentiated code often needs the old one.
+    # XLA would then have to copy it first.
     site = site._replace(data=sharded.gather(site.data, call.key_axis))
     stored, retrieved, statistics, read = calls.forward(call, False, site)
     return (stored, retrieved), (site._replace(residual=stored), statistics, read)
@@ -280,7 +277,7 @@ def _store_norm_retrieve_backward(call, saved, cotangents):
 
 
 def _of_parameters(site, d_residual, d_data, g):
-    """Return the cotangents of `site`, with each parameter's cotangent in the parameter's dtype."""
+    """Return the cotangents of `site`, those of parameters in the dtype of the parameter."""
     own = lambda d, x: None if x is None else d.astype(x.dtype)
     return SiteOperands(
         d_residual,

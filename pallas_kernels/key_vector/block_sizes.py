@@ -12,14 +12,14 @@ from pallas_kernels.target import target
 # The maximum of `vmem_bytes`, in units of 1/60 of the VMEM limit. It is less than 60 because
 # `vmem_bytes` does not count all of the compiler's temporaries.
 _BUDGET = 58
-# Maximum number of elements (rows times tokens) of an intermediate array. It is limited because the
-# compiler unrolls the code for a whole array into one loop body.
+# Maximum number of elements (rows times tokens) of an intermediate array. The compiler unrolls the
+# code for a whole array into one loop body.
 _LARGEST_INTERMEDIATE = 2**20
-# Maximum number of elements (rows times tokens) that one loop body processes. Loops are unrolled up
-# to this size, because independent matrix products hide each other's latency.
+# Maximum number of elements (rows times tokens) in an unrolled loop body, in which independent
+# matrix products hide each other's latency.
 _UNROLLED = 2**21
 # Maps the number of tokens per tile to the estimated cost per token, relative to the best number.
-# Smaller tiles cost more because shorter matrix products hide less of their latency.
+# With smaller tiles, shorter matrix products hide less of their latency.
 _TILES = {512: 1.0, 256: 1.15, 128: 1.5}
 
 Op = Literal["forward", "backward", "rebuild"]
@@ -28,7 +28,7 @@ _NAME = "key_vector_"
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """The sizes and dtypes that a kernel is specialised for.
+    """The sizes and dtypes of a kernel's operands.
 
     Attributes:
       K, V: the sizes of a token's residual matrix.
@@ -62,9 +62,9 @@ class Sizes:
 
     @property
     def keeps_operand(self) -> bool:
-        """Whether the store keeps a copy of the residual in the data's dtype for the read.
+        """Whether the store keeps a copy of the residual, in the data's dtype, for the read.
 
-        The store does so for int16 residuals, because converting them a second time is slow.
+        It does so for int16 residuals, because converting them a second time is slow.
         """
         kept = self.residual_dtype == "int16" and self.data_dtype == "bfloat16"
         return kept and self.R > 0 and self.P > 0
@@ -76,11 +76,11 @@ class BlockSizes:
 
     Attributes:
       tokens: the number of tokens per tile, a multiple of 128.
-      slab: the number of indices along V that are in VMEM at a time (a slab); it divides V.
-      store_unroll, read_unroll: the number of indices along V per iteration of a loop that stores
-        or reads, respectively.
-      keep: whether a backward pass that processes all of V in one slab keeps an intermediate of the
-        residual's size in VMEM instead of computing it twice.
+      slab: the size of a slab, which is the range of V that is in VMEM at a time. It divides V.
+      store_unroll, read_unroll: the number of indices along V per loop iteration, for stores and
+        for reads.
+      keep: whether a backward pass with a single slab keeps an intermediate result in VMEM instead
+        of computing it twice. The intermediate is as large as the residual.
     """
 
     tokens: int
@@ -124,7 +124,7 @@ def default_block_sizes(op: Op, sizes: Sizes, N: int) -> BlockSizes | None:
 def vmem_bytes(op: Op, sizes: Sizes, blocks: BlockSizes) -> int:
     """Estimate the VMEM of a grid step, in bytes.
 
-    Blocks that the pipeline copies count twice, because it double-buffers them; others count once.
+    Blocks that the pipeline copies count twice, because they are double-buffered.
     """
     s, tokens, slab = sizes, blocks.tokens, blocks.slab
     item = jnp.dtype(s.data_dtype).itemsize
@@ -133,8 +133,7 @@ def vmem_bytes(op: Op, sizes: Sizes, blocks: BlockSizes) -> int:
     data = slab * s.R_padded * tokens * item
     retrieved = s.P_padded * tokens * item
     of_lanes = lambda rows, columns: round_up(rows, 8) * round_up(columns, LANES)
-    # The number of bytes of the keys, of the gain, and of a copy of the gain that is transposed to
-    # [V, K].
+    # The bytes of the keys, of the gain, and of a transposed copy [V, K] of the gain.
     keys = 4 * (of_lanes(s.R, s.K) + of_lanes(s.P, s.K) + 2 * of_lanes(s.K, s.V))
     padded = data if s.R_padded != s.R else 0
     if op == "forward":
@@ -159,7 +158,7 @@ def of_slab(sizes: Sizes, tokens: int, slab: int) -> BlockSizes | None:
 
 
 def sublanes(dtype) -> int:
-    """Return the number of rows (sublanes) that a register tile of `dtype` has."""
+    """Return the number of rows (sublanes) in a register tile of `dtype`."""
     return 32 // jnp.dtype(dtype).itemsize
 
 
