@@ -24,7 +24,7 @@ def tables_in_use() -> Tables:
 
 
 def read(location: str) -> tuned.Table:
-    """Return the table in a file, with any faults found in it; empty if there is no such file.
+    """Return the table in a file, and its faults. If there is no file, the table is empty.
 
     Raises:
       UsageError: the location is illegal.

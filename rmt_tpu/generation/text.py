@@ -1,4 +1,4 @@
-"""Incremental decoding of tokens to text: whole characters only, and no part of a stop string."""
+"""Decoding of tokens to text while the tokens arrive."""
 
 import codecs
 from collections.abc import Sequence
@@ -25,11 +25,9 @@ class Text:
 
         Args:
           tokens: the tokens.
-          may_stop: whether a stop string in these tokens ends the text. If not, a stop string that
-            begins in these tokens is ignored, too, even if it ends in later tokens.
+          may_stop: whether a stop string that begins in these tokens ends the text.
         """
-        # Skip token ids that the model has in addition to its tokenizer's, because they have no
-        # text.
+        # A model may have more token ids than its tokenizer. The additional ids have no text.
         ids = np.array([t for t in tokens if 0 <= t < self.tokenizer.vocab_size], int)
         new = self.decoder.decode(self.tokenizer.decode_bytes(ids))
         if not may_stop:

@@ -9,11 +9,10 @@ from rmt_tpu.decoder import Decoder
 def cast_once(decoder: Decoder) -> Decoder:
     """Return the same model with its matrices cast to the dtype in which it computes.
 
-    The logits do not change. Without this call, every decode step would cast each matrix again,
-    which means reading it in float32 and writing it in the compute dtype. XLA would even cast the
-    whole embedding matrix to look up a few rows. Parameters that are used in float32 are not cast
-    but shared with `decoder`: gains, key vectors, the parameters of mixers (which form a sublayer's
-    input from earlier outputs), and an embedding with a multiplier.
+    The logits do not change. Without this call, every decode step would cast each matrix again. XLA
+    would even cast the whole embedding matrix to look up a few rows. Parameters that are used in
+    float32 are not cast but shared with `decoder`. These are gains, key vectors, the parameters of
+    mixers, and an embedding with a multiplier.
     """
     roles = ["hidden", "unembedding"]
     if decoder.embedding.multiplier == 1:

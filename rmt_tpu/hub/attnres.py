@@ -1,9 +1,9 @@
 """The model type "qwen3_attnres": Qwen3 with the Attention Residuals of open-attnres.
 
-These models replace Qwen3's residual with attention over depth: each sublayer attends to sums of
-earlier outputs, the sources. Each source includes all earlier blocks, the newest source's logit has
-a learned bias, and the unembedding reads the standard residual. The equations are in
-`rmt_tpu.residual.depth_attention`.
+These models use attention over depth in place of Qwen3's residual. Each sublayer attends to the
+residuals at the ends of earlier blocks and to the current residual. These residuals are called
+sources. The logit of the newest source has a learned bias. The unembedding reads the current
+residual without attention. The equations are in `rmt_tpu.residual.depth_attention`.
 
 This module does not import JAX.
 """

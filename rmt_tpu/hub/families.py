@@ -24,7 +24,7 @@ class Family(NamedTuple):
     Attributes:
       architecture: the name of the type's class in the transformers library.
       absent: the transformers library's default values for keys that a config.json lacks. A key
-        with the value null does not get its default.
+        whose value is null does not get its default.
       traits: names of the features that Llama lacks (see the constants below).
       end: the token that ends a text by default, or None.
       length: the name of the field with the maximum number of tokens.
@@ -76,11 +76,10 @@ GEMMA = "norms of inputs and outputs"
 # NEXT: layers have Gated DeltaNet or gated attention, the shared expert has a gate, and tensors
 # have special names.
 NEXT = "gated delta net"
-# APART: Gated DeltaNet has separate projection tensors. Either all of the layers or none of them
-# have experts.
+# APART: each projection of Gated DeltaNet is a separate tensor. Either all of the layers or none of
+# them have experts.
 APART = "projections apart"
-# ATTNRES: the model has attention over depth, whose sources are running sums (see
-# `rmt_tpu.hub.attnres`).
+# ATTNRES: the model has attention over depth (see `rmt_tpu.hub.attnres`).
 ATTNRES = "attention over depth"
 # LATENT: layers have latent attention, a bias is added to each expert's score, and tensors have
 # special names.
@@ -365,7 +364,7 @@ FAMILIES["qwen3_5_text"] = Family(
     frozenset({NEXT, APART}),
     rotated=0.25,
     other_bases=("model.language_model.",),
-    # These tensors belong to layers for multi-token prediction, and to the image model.
+    # These tensors belong to the image model, and to the layers for multi-token prediction.
     ignored=("mtp.", "model.visual."),
 )
 FAMILIES["qwen3_5_moe_text"] = FAMILIES["qwen3_5_text"]._replace(

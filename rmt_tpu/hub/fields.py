@@ -100,7 +100,9 @@ class Fields:
         return float(value)
 
     def positive_or(self, name: str, default: float) -> float:
-        """Return a field's value, a finite number above 0; `default` if it is missing or null.
+        """Return the value of a field that must be a finite number above 0.
+
+        The result is `default` if the field is missing or null.
 
         Raises:
           UsageError: the field has a different value.
@@ -156,7 +158,7 @@ class Fields:
         return value
 
     def lookup(self, name: str, legal: Mapping[str, Any]) -> Any:
-        """Return `legal[text]`, where text is the value of the field.
+        """Return the entry of the dict `legal` whose key is the value of the field.
 
         Raises:
           UsageError: the field is missing or its value is not a key of `legal`.
@@ -187,13 +189,13 @@ class Fields:
             raise self.wrong(name, value, " or ".join(dict.fromkeys(map(json.dumps, legal))))
 
     def known(self, names: Container[str]) -> None:
-        """Raise UsageError if a field outside `names` has a value other than null."""
+        """Raise UsageError if there is a field that is not in `names`, unless its value is null."""
         for name, value in self._values.items():
             if name not in names and value is not None:
                 raise self.wrong(name, value, "null, or a config without this unknown field")
 
     def switches(self, name: str, default: list[bool]) -> list[bool]:
-        """Return the first `len(default)` values of a field, a list of zeros and ones, as bools.
+        """Read a list of zeros and ones; return the first `len(default)` of them as bools.
 
         The result is `default` if the field is missing or null.
 
@@ -209,7 +211,9 @@ class Fields:
         return [bool(x) for x in value[:count]]
 
     def texts(self, name: str, count: int, *legal: str) -> list[str] | None:
-        """Return a field's list of `count` texts, each in `legal`; None if missing or null.
+        """Return the value of a field that must be a list of `count` of the texts in `legal`.
+
+        The result is None if the field is missing or null.
 
         Raises:
           UsageError: the field has a different value.

@@ -1,8 +1,7 @@
 """Byte-range reads of safetensors files, local or in a bucket.
 
-The package safetensors can only map local files into memory. This module reads a file's header, and
-then the byte ranges that are needed. Files in a bucket are therefore read like local files, and a
-host never has more of a file in memory than the requested ranges.
+The package safetensors can only map local files into memory. This module instead reads a file's
+header, and then only the byte ranges that are needed. It can do so in a bucket, too.
 
 This module does not import JAX.
 """
@@ -22,7 +21,7 @@ from rmt_tpu.errors import RunError, UsageError
 from rmt_tpu.storage import Folder, Object, find_objects, open_object
 
 INDEX, WEIGHTS = "model.safetensors.index.json", "model.safetensors"
-# This dict maps the supported dtypes from safetensors' names to numpy dtypes.
+# This dict has the numpy dtype for each supported dtype name of safetensors.
 DTYPES = {
     "F32": np.dtype(np.float32),
     "BF16": np.dtype(ml_dtypes.bfloat16),
@@ -93,7 +92,7 @@ File = LocalFile | BucketFile
 
 
 class Entry(NamedTuple):
-    """The location of a tensor: its file, safetensors dtype name, shape and first byte."""
+    """A tensor in a file; `dtype` is the name that safetensors uses."""
 
     file: File
     dtype: str
@@ -186,13 +185,13 @@ def read_errors(name: str) -> Iterator[None]:
         raise RunError(f"{name} cannot be read: {error}") from None
 
 
-# Ranges --------------------------------------------------------------------------------------
+# Dividing a tensor into byte ranges ----------------------------------------------------------
 
 Region = tuple[tuple[int, int], ...]
 
 
 class View(NamedTuple):
-    """A strided array within a tensor's bytes: its first byte, shape and strides.
+    """An array within the bytes of a tensor.
 
     Strides are in bytes, and never increase from one axis to the next.
     """
@@ -203,7 +202,13 @@ class View(NamedTuple):
 
 
 class Block(NamedTuple):
-    """A contiguous byte range of a view: its region (index ranges), first byte and byte count."""
+    """A part of a view that is one contiguous range of bytes.
+
+    Attributes:
+      region: the range of indices along each axis of the view.
+      begin: the first byte.
+      count: the number of bytes.
+    """
 
     region: Region
     begin: int
@@ -215,11 +220,9 @@ def blocks(
 ) -> Iterator[Block]:
     """Yield blocks that cover the wanted regions of a view, each of at most `most` bytes.
 
-    A block is one contiguous byte range: consecutive indices of one axis, and all of the later
-    axes. Unwanted indices are skipped. Unwanted bytes within an index are skipped only if the index
-    spans at least `least_gap` bytes. For a matrix, only the wanted rows are read. If only a few
-    columns are wanted, whole rows are read, unless the rows are long. No byte is read twice, even
-    if several regions need it.
+    For a matrix, a block consists of wanted rows. Whole rows are read even if only some columns are
+    wanted, unless a row spans at least `least_gap` bytes. The same holds for arrays with more axes.
+    No byte is read twice, even if several regions need it.
 
     Args:
       view: the view.
@@ -229,7 +232,7 @@ def blocks(
       most: maximum number of bytes in a block; a block has at least one element.
     """
     shape, strides = view.shape, view.strides
-    # For each axis, this is the number of bytes from the first to the last element of one index.
+    # Entry i + 1 is the number of bytes that one index of axis i spans.
     extents = [itemsize]
     for size, stride in zip(shape[::-1], strides[::-1], strict=True):
         extents.insert(0, (size - 1) * stride + extents[0])
@@ -253,7 +256,7 @@ def blocks(
 
 
 def _union(ranges: list[tuple[int, int]]) -> Iterator[tuple[int, int]]:
-    """Merge ranges: yield sorted, disjoint ranges that cover exactly the given ranges."""
+    """Merge ranges that overlap or touch, and yield the results in order."""
     current: tuple[int, int] | None = None
     for start, stop in itertools.chain(sorted(set(ranges)), [(math.inf, math.inf)]):
         if current is not None and start <= current[1]:

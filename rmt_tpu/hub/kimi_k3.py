@@ -1,8 +1,8 @@
 """The features that Kimi K3 adds to Kimi Linear, in the hub's format.
 
 The text model of a `kimi_k3` is a `kimi_linear` with additional fields. They describe attention
-over depth, output gates, bounded decays, the activation SiTU, and latent experts, whose matrices
-may be packed as MXFP4 (see `rmt_tpu.hub.packed`). This package accepts these fields in any
+over depth, output gates, bounded decays, the activation SiTU and latent experts. The matrices of
+experts may be packed as MXFP4 (see `rmt_tpu.hub.packed`). This package accepts these fields in any
 `kimi_linear`. Only the text model of a `kimi_k3` is opened, and it is exported as `kimi_linear`.
 
 This module does not import JAX.
@@ -38,7 +38,7 @@ _PACKED = "mxfp4-pack-quantized"
 _ACTIVATIONS = {"silu": "swiglu", "situ": "situ"}
 
 
-# Reading -------------------------------------------------------------------------------------
+# Reading fields of a config.json -------------------------------------------------------------
 
 
 def read_activation(fields: Fields) -> dict[str, Any]:
@@ -84,7 +84,7 @@ def read_linear(inside: Fields) -> dict[str, Any]:
 
 
 def read_mixer(fields: Fields, layers: int) -> cfg.Sum | cfg.BlockAttention:
-    """Return attention over depth if the config sets its block size, and `Sum` otherwise."""
+    """Return the config of attention over depth, or `Sum` if the fields have no block size."""
     if not fields.has("attn_res_block_size"):
         return cfg.Sum()
     size = fields.size("attn_res_block_size")
@@ -113,7 +113,7 @@ def is_packed(fields: Fields) -> bool:
     return True
 
 
-# Writing -------------------------------------------------------------------------------------
+# Writing fields of a config.json -------------------------------------------------------------
 
 
 def config_values(
@@ -175,11 +175,11 @@ def linear_values(net: cfg.Kda) -> dict[str, Any]:
     return values if net.lower_bound is None else values | {"gate_lower_bound": net.lower_bound}
 
 
-# Tensors -------------------------------------------------------------------------------------
+# Mapping tensors to parameters ---------------------------------------------------------------
 
 
 def site_pieces(layer: str, place: Place, sublayer: str, dim: int) -> Iterator[Piece]:
-    """Yield the tensors of attention over depth before a sublayer: its query and key gain."""
+    """Yield the query and the key gain of attention over depth before a sublayer."""
     name = f"{layer}{sublayer}_res_"
     query = place.piece(f"{name}proj.weight", "site/mix/query", (0, dim), transposed=False)
     yield query
@@ -187,14 +187,14 @@ def site_pieces(layer: str, place: Place, sublayer: str, dim: int) -> Iterator[P
 
 
 def output_pieces(dim: int) -> Iterator[Piece]:
-    """Yield the tensors of attention over depth before the unembedding: query and key gain."""
+    """Yield the query and the key gain of attention over depth before the unembedding."""
     path = ("final_site", "mix")
     yield Piece("model.output_attn_res_proj.weight", (*path, "query"), full(dim))
     yield Piece("model.output_attn_res_norm.weight", (*path, "key_gain"), full(dim))
 
 
 def latent_pieces(name: str, place: Place, dim: int) -> Iterator[Piece]:
-    """Yield the tensors of latent experts: the two projections and, if present, the norm's gain."""
+    """Yield the two projections of latent experts and, if they have a norm, its gain."""
     size = place.core.latent_dim
     if size is None:
         return

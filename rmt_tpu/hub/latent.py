@@ -1,9 +1,8 @@
 """Kimi Linear and DeepSeek-V3 models, which have latent attention, in the hub's format.
 
-Both have a router with a bias for each expert, and shared experts, which every token uses. Kimi
-Linear also has layers of Kimi Delta Attention, and its latent attention uses no position encoding.
-Unknown fields raise an error, because only the fields of config.json distinguish variants of these
-models.
+In both, the router has a bias for each expert, and every token uses the shared experts. Kimi Linear
+also has layers of Kimi Delta Attention, and its latent attention uses no position encoding. An
+unknown field raises an error, because it may select a different variant of the model.
 
 This module does not import JAX.
 """
@@ -107,8 +106,8 @@ def kind(model: cfg.ModelConfig) -> str | None:
 def own_family(fields: Fields, family: Family) -> Family:
     """Return `family`, adapted to the tensor layout that a config.json describes.
 
-    RoPE rotates either pairs of adjacent numbers or the two halves of a head, and experts may be
-    packed. Layers for multi-token prediction, numbered after the model's own layers, are ignored.
+    In some files, RoPE rotates pairs of adjacent numbers, or experts are packed. Layers for
+    multi-token prediction are ignored; their numbers follow those of the model's own layers.
 
     Raises:
       UsageError: one of these fields has an illegal value.
@@ -122,7 +121,7 @@ def own_family(fields: Fields, family: Family) -> Family:
     return family._replace(traits=traits, ignored=(*family.ignored, *ignored))
 
 
-# Reading -------------------------------------------------------------------------------------
+# Reading a config.json -----------------------------------------------------------------------
 
 
 def model_config(fields: Fields, family: Family, layers: int) -> cfg.ModelConfig:
@@ -197,7 +196,7 @@ def _latent_attention(fields: Fields, family: Family) -> cfg.Mla:
 
 
 def _only_as(fields: Fields, name: str, legal: int, other: str) -> None:
-    """Raise UsageError unless a field is null or equals `legal`, the value of field `other`."""
+    """Raise UsageError unless a field is null or equals `legal`, the value of the field `other`."""
     if fields.has(name) and fields.size(name) != legal:
         raise fields.wrong(name, fields.size(name), f"{other}={legal}")
 
@@ -216,7 +215,7 @@ def _delta_attention(fields: Fields) -> cfg.Kda:
 
 
 def _full_layers(fields: Fields, layers: int) -> list[bool]:
-    """Return for each layer whether it has latent attention; if not, it has linear attention.
+    """Return, for each layer, whether it has latent attention. Other layers have linear attention.
 
     `linear_attn_config` numbers the layers from 1, and `layer_types` lists every layer. If both
     are missing, every fourth layer from the fifth on has latent attention, as in the transformers
@@ -277,14 +276,14 @@ def _experts(fields: Fields, names: Names, further: Mapping[str, Any]) -> cfg.Ex
     )
 
 
-# Writing -------------------------------------------------------------------------------------
+# Writing a config.json -----------------------------------------------------------------------
 
 
 def config_values(model: cfg.ModelConfig, family: Family, max_length: int) -> dict[str, Any]:
     """Return the fields of config.json that describe a model.
 
-    The caller must read the fields back and compare the result with the model. If the model lacks
-    one sort of core, such as experts, that core's fields get placeholder values.
+    The caller must read the fields back and compare the result with the model. Fields for features
+    that the model lacks, such as experts, get placeholder values.
 
     Raises:
       UsageError: the model has attention that is neither latent nor Kimi Delta Attention.

@@ -18,11 +18,12 @@ _DENSE, _SPARSE = "mlp.", "block_sparse_moe."
 def pieces(model: cfg.ModelConfig, family: Family, names: Iterable[str] | None) -> Iterator[Piece]:
     """Yield all tensors of a Kimi Linear or DeepSeek-V3 model, as slices of parameters.
 
-    If a file's RoPE rotates pairs of adjacent numbers, the rows are reordered: a parameter has the
-    first numbers of all pairs, followed by the second numbers. For Kimi Linear, the transformers
-    library writes layers without experts under the prefix of layers with experts. This function
-    uses that prefix if `names`, the tensor names of an existing folder, show that
-    its files do.
+    If a file's RoPE rotates pairs of adjacent numbers, the rows are reordered. A parameter has
+    the first numbers of all pairs, followed by the second numbers.
+
+    For layers without experts, files of Kimi Linear may use the name prefix of layers with experts,
+    as the transformers library does. `names`, the tensor names of an existing folder, shows which
+    prefix its files use.
     """
     has_other = names is not None and any(
         name.endswith(f".{_SPARSE}gate_proj.weight") for name in names
@@ -112,7 +113,7 @@ def _latent_attention_pieces(
 def _rotated(
     name: str, place: Place, path: str, inputs: int, sizes: list[int], turned: int
 ) -> Iterator[Piece]:
-    """Yield the pieces of a matrix whose outputs alternate between parts without and with RoPE.
+    """Yield the pieces of a matrix in which outputs without RoPE alternate with outputs with RoPE.
 
     Args:
       name: the name of the tensor.
@@ -120,7 +121,8 @@ def _rotated(
       path: the path of the parameter.
       inputs: the number of the matrix's inputs.
       sizes: the sizes of the output parts, alternately without and with RoPE.
-      turned: the size of a RoPE part if the file stores it as adjacent pairs, or else 0.
+      turned: the size of an output part with RoPE if the file stores it as adjacent pairs;
+        otherwise 0.
     """
     total, begin = sum(sizes), 0
     if not turned:

@@ -53,7 +53,7 @@ class Description(NamedTuple):
     Attributes:
       model: the model's configuration.
       max_length: the maximum number of tokens that the model supports.
-      ends: the end tokens, each of which ends a text; empty if the folder does not name any.
+      ends: the tokens that end a text; empty if the folder does not name any.
       default_end: the end token that models of this type use by default, or None.
       family: the model type.
     """
@@ -284,7 +284,7 @@ def config_values(
       model: the config of a model that fits one of `FAMILIES`.
       max_length: the sequence length in training, in tokens.
       bos: the start token of texts.
-      ends: the end tokens, each of which ends a text.
+      ends: the tokens that end a text.
       kind: the model type to write; None means the result of `kind_of`.
 
     Raises:
@@ -392,9 +392,9 @@ def special_tokens(bos: int, ends: Sequence[int]) -> dict[str, Any]:
 
 
 def kind_of(model: cfg.ModelConfig) -> str:
-    """Choose the model type to write: the first one whose traits equal the model's traits.
+    """Choose the model type to write: the first one with the same traits as the model.
 
-    Among several such types, one with the model's sliding windows is preferred.
+    A type that can express the model's sliding windows is preferred.
 
     Raises:
       UsageError: no model type has exactly these traits.
@@ -484,7 +484,7 @@ def _layers(
 def _check_expressed(model: cfg.ModelConfig, found: cfg.ModelConfig) -> None:
     """Raise UsageError unless `found`, the config read back from config.json, equals `model`.
 
-    This check ensures that no option that the hub's format lacks is dropped silently.
+    Without this check, an option that the hub's format lacks would be dropped silently.
     """
     for name in ("embedding_scale", "logit_cap"):
         given, legal = getattr(model, name), getattr(found, name)
@@ -501,7 +501,8 @@ def _check_expressed(model: cfg.ModelConfig, found: cfg.ModelConfig) -> None:
             by_default = derived and getattr(core, derived) == getattr(other, derived)
             if name == "latent_epsilon":
                 by_default = value is None and model.norm_epsilon == legal
-            # Expert biases are tensors. Their update rate does not affect the model's outputs.
+            # The update rate of expert biases is not in files. It does not affect the model's
+            # outputs.
             biases = isinstance(value, cfg.SignRule) and isinstance(legal, cfg.SignRule)
             if value != legal and not (by_default or biases):
                 kinds = [getattr(x, "kind", None) for x in (value, legal)]

@@ -3,11 +3,11 @@
 config.json has the model's config in the field `model`, in the same form as run folders. Every
 parameter is a tensor of the same shape, named by its path: `stacks.0.1.core.w_1`.
 
-The transformers library has no built-in type of this name, so it cannot load the weights into a
-standard model by mistake. It runs the PyTorch code in the folder, which is copied from `torch/`.
-One file contains the models of the papers, and a second file contains the other mixers and cores.
-This package never imports these files. If they do not implement a model's mixer or cores, its
-folder has no PyTorch code, and only this package can open it.
+The transformers library has no built-in type of this name. It runs the PyTorch code in the folder,
+which is copied from `torch/`. One file contains the models of the papers, and a second file
+contains the other mixers and cores. This package never imports these files. If they do not
+implement a model's mixer or cores, its folder has no PyTorch code, and only this package can open
+it.
 
 This module imports JAX only to list the tensors and to compute factors.
 """
@@ -60,8 +60,7 @@ def model_config(values: Mapping[str, Any], where: str) -> cfg.ModelConfig:
 def config_values(model: cfg.ModelConfig, max_length: int) -> dict[str, Any]:
     """Return the fields of config.json, except the start and end tokens.
 
-    Device-dependent options, such as the compute dtype, are written as "auto". They are chosen
-    again for the device that opens the folder.
+    Options that depend on the device, such as the compute dtype, are written as "auto".
 
     Args:
       model: the model's config.
@@ -74,8 +73,7 @@ def config_values(model: cfg.ModelConfig, max_length: int) -> dict[str, Any]:
     values = {
         "max_position_embeddings": max_length,
         "vocab_size": model.vocab_size,
-        # Other programs may reorder JSON fields. This would change the meaning of the short form,
-        # but not that of the long form.
+        # The long form does not depend on the order of fields, which other programs may change.
         _MODEL: overrides.to_json(anywhere, short=False),
     }
     return values | (_for_code(model) if code_files(model) else {})

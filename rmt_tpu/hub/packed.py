@@ -8,8 +8,8 @@ A matrix `X.weight` [rows, columns] is stored as two tensors of bytes (the forma
 - `X.weight_scale` [rows, columns / 32]: each group's exponent e, for the factor `2^(e - 127)`
   (E8M0). The value 255 means NaN.
 
-This module treats both tensors as arrays of groups: a group has 16 bytes in the first tensor and
-one byte in the second. A region of groups thus has the same indices in both.
+This module treats both tensors as arrays of groups. A group has 16 bytes in the first tensor and
+one byte in the second, and the same index in both.
 
 This module does not import JAX.
 """
@@ -40,7 +40,7 @@ def stored(name: str, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
 def unpack(
     packed: UInt8[np.ndarray, "*groups 16"], scales: UInt8[np.ndarray, "*groups"]
 ) -> Float[np.ndarray, "*groups 32"]:
-    """Unpack groups to float32 numbers, from their packed bytes and their exponents."""
+    """Unpack groups of packed bytes and their exponents to float32 numbers."""
     values = _PAIRS[packed].reshape(*packed.shape[:-1], GROUP)
     return values * _FACTORS[scales][..., None]
 
@@ -65,7 +65,7 @@ def of_groups(view: View, region: Region) -> Region:
 
 
 def range_of_scales(view: View, region: Region) -> tuple[int, int]:
-    """Return the byte range of a region of groups in the scale tensor: first byte and count."""
+    """Return the first byte and the number of bytes of a region of groups in the scale tensor."""
     strides = views(view)[1].strides
     begin = sum(start * stride for (start, _), stride in zip(region, strides, strict=True))
     last = sum((stop - 1) * stride for (_, stop), stride in zip(region, strides, strict=True))
@@ -93,7 +93,7 @@ def values(
 
 
 def _axis(view: View) -> int:
-    """Return the axis of the columns: the first one after axis 0 whose size is not 1."""
+    """Return the axis of the columns, the first axis after the rows whose size is not 1."""
     return next(axis for axis, size in enumerate(view.shape) if axis and size > 1)
 
 

@@ -1,4 +1,4 @@
-"""Mappings, called pieces, from hub tensors (or parts of them) to slices of parameters."""
+"""Mappings from hub tensors to slices of parameters."""
 
 import itertools
 import math
@@ -17,9 +17,13 @@ _SCALARS = ("_res_bias",)
 
 
 class Part(NamedTuple):
-    """A strided part of a tensor: every `step`-th of the `total` indices of `axis`, from `begin`.
+    """A part of a tensor: equally spaced indices of one axis, and all indices of the other axes.
 
-    The part contains all indices of the tensor's other axes.
+    Attributes:
+      axis: the axis.
+      begin: the first index.
+      total: the size of the axis in the whole tensor.
+      step: the distance between two indices.
     """
 
     axis: int
@@ -38,18 +42,17 @@ class Piece(NamedTuple):
       transposed: whether the tensor's last two axes are swapped relative to the parameter's.
       part: the part of the tensor that contains the slice; None means the whole tensor. In a list
         of pieces, all pieces of one tensor are adjacent.
-      as_it_is: whether the tensor has the same shape as the slice. Otherwise the tensor has at most
-        two axes, apart from `ones`.
+      as_it_is: whether the tensor has the same shape as the slice. Otherwise it has at most two
+        axes, not counting `ones`.
       offset: when tensors are read, parameter = tensor / factor + offset.
-      stacked: the number of matrices of equal shape that the tensor stacks along an additional
-        first axis; 0 if there is no such axis. `part` then refers to one matrix with the rows of
-        all of them.
+      stacked: the size of the tensor's additional first axis, which stacks matrices; 0 if there is
+        no such axis. `part` then refers to one matrix with the rows of all these matrices.
       factor: see `offset`.
       ones: the indices of the tensor's additional axes of size 1.
       exact: whether the tensor is written in float32 even if the other tensors have a narrower
         dtype.
-      padded: whether a file may have a longer tensor with a single axis instead. Its first numbers
-        are those of the parameter.
+      padded: whether the file's tensor may be a longer vector that starts with the parameter's
+        numbers.
       packed: whether the tensor is stored packed, as two tensors (see `rmt_tpu.hub.packed`).
     """
 
@@ -145,7 +148,7 @@ def places(model: cfg.ModelConfig) -> Iterator[Place]:
 
 
 def joined(name: str, parts: list[Piece], axis: int = 0) -> list[Piece]:
-    """Concatenate pieces along `axis`: make them consecutive parts of one tensor."""
+    """Return the pieces as consecutive parts of one tensor along `axis`."""
     sizes = [piece.own_shape[axis] for piece in parts]
     begins = itertools.accumulate(sizes, initial=0)
     return [
@@ -155,5 +158,5 @@ def joined(name: str, parts: list[Piece], axis: int = 0) -> list[Piece]:
 
 
 def full(*sizes: int) -> tuple[Range, ...]:
-    """Return the range (0, size) for each axis, which covers the axis completely."""
+    """Return the range (0, size) for each size."""
     return tuple((0, size) for size in sizes)

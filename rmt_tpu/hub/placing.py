@@ -1,8 +1,7 @@
 """Functions that read parameters from a hub folder directly onto devices.
 
-Each process reads only its own devices' shards. If a parameter exceeds the memory that the host may
-use for reading, it is filled on the devices in steps. A model may therefore be larger than the
-host's memory.
+Each process reads only its own devices' shards. A large parameter is read in several steps, so a
+model may be larger than the host's memory.
 """
 
 import functools
@@ -24,7 +23,7 @@ _ITEM = 4  # the number of bytes of a float32
 
 
 class Step(NamedTuple):
-    """One step of filling a parameter: the same part of each device's shard.
+    """The part of each device's shard that is read in one step.
 
     Attributes:
       begin: the first indices of the part within a shard.
@@ -98,9 +97,8 @@ def _axis_order(
 ) -> tuple[int, ...]:
     """Return the axes of a parameter, in the order in which they are divided into steps.
 
-    Axes along which the parameter has several pieces come first. The axes within a tensor follow in
-    storage order, slowest first. Each step then needs contiguous byte ranges, and no two steps read
-    the same bytes.
+    Axes along which the parameter has several pieces come first. The others follow in the order in
+    which the file stores them. Each step then reads contiguous bytes, and no byte is read twice.
     """
     axes = list(range(len(stored)))
     if parameter_pieces:
@@ -114,7 +112,7 @@ def _steps(shard: tuple[int, ...], order: tuple[int, ...], most: int) -> Iterato
     """Yield steps of at most `most` elements that cover a shard, which has at least one axis.
 
     All steps have the same sizes, so that one compiled program can write them all. The last step
-    may therefore overlap the one before it.
+    may overlap the one before it.
 
     Args:
       shard: the shape of the shard.

@@ -191,8 +191,8 @@ def pieces(model: cfg.ModelConfig, family: Family, names: Iterable[str] | None) 
     """Yield all tensors of a model, each mapped to a slice of a parameter.
 
     Files store norm gains minus one, except the gain in Gated DeltaNet. Qwen3.5 stacks the matrices
-    of all experts in one tensor. The transformers library can also write one tensor per expert;
-    `names`, the tensor names of an existing folder or None, shows whether it did.
+    of all experts in one tensor. The transformers library can also write one tensor per expert.
+    `names`, the tensor names of an existing folder or None, shows which form its files have.
     """
     apart = APART in family.traits
     stacked = apart and (names is None or any(name.endswith(_STACKED) for name in names))
@@ -230,7 +230,7 @@ def _read(place: Place, group: int, begin: int, end: int, dim: int) -> Piece:
 
 
 def _attention_pieces(layer: str, place: Place, dim: int) -> Iterator[Piece]:
-    """Yield the tensors of gated attention; `q_proj` has each query followed by its gate."""
+    """Yield the tensors of gated attention. In `q_proj`, a gate follows each query."""
     core, size, name = place.core, place.core.head_dim, f"{layer}self_attn."
     heads = ((head * size, (head + 1) * size) for head in range(core.num_heads))
     queries = [_read(place, group, *head, dim) for head in heads for group in (1, 0)]

@@ -32,8 +32,8 @@ def read_ropes(fields: Fields, family: Family, head_dim: int) -> Ropes:
     """Read the RoPE settings from `rope_theta` and `rope_scaling`, or from `rope_parameters`.
 
     Newer versions of transformers write `rope_parameters`, which contains the base and the scaling.
-    If layers with a window have their own RoPE, it contains one such object for layers with a
-    window and one for layers without. `rope_scaling` then applies to layers without a window.
+    If layers with a window have their own RoPE, it contains one such object for each of the two
+    sorts of layers. `rope_scaling` then applies to layers without a window.
 
     Raises:
       UsageError: a field has a value that is not supported.
@@ -88,8 +88,8 @@ def _rope(
 ) -> cfg.Rope:
     """Read the RoPE of the layers with a window, or of the layers without a window.
 
-    The base comes from `groups[0]`, or else from the model's field named `base`. The last group
-    with a scaling determines the scaling.
+    The base is in `groups[0]`, or else in the model's field named `base`. If several groups have a
+    scaling, the last one is used.
     """
     scaling = None
     for group in groups:
@@ -192,7 +192,7 @@ def logit_factor_values(rope: cfg.Rope, factor: float) -> dict[str, float]:
     if factor == 1.0 or not isinstance(scaling, cfg.YarnScaling) or scaling.factor <= 1:
         return {}
     scale = (math.sqrt(factor) - 1) / (0.1 * math.log(scaling.factor))
-    # Rounding removes the quotient's error, because the numbers in config files have few digits.
+    # Round the quotient, because the numbers in config files have few digits.
     return {_ALL_DIMS: round(scale, 12)}
 
 

@@ -25,16 +25,15 @@ def pieces(
 ) -> list[Piece]:
     """Return all tensors of a model, each mapped to a slice of a parameter.
 
-    Hub tensors and parameters have the same order of heads along an axis, and in both, RoPE rotates
-    the two halves of a head. Numbers are therefore reordered only in some models with latent
-    attention. The result includes the biases of queries, keys and values, and the norms of queries
-    and keys, if the model has them. A model with tied embeddings has no tensor for W_U.
+    Hub tensors and parameters have the same order of heads. In both, RoPE rotates the two halves of
+    a head, except in some models with latent attention, whose numbers are reordered. A model with
+    tied embeddings has no tensor for W_U.
 
     Args:
       model: the model.
       family: the model type.
-      names: the names of the tensors in an existing folder, or None. Files of some model types have
-        one of two forms, which the names distinguish.
+      names: the names of the tensors in an existing folder, or None. Some model types have two
+        forms of files, and the names show which form a folder has.
     """
     tensors = _pieces(model, family, names)
     return [x for x in tensors if not model.tied_embeddings or x.path != UNEMBEDDING]
@@ -101,8 +100,8 @@ def _mlp_pieces(
 ) -> Iterator[Piece]:
     """Yield the tensors of a feed-forward sublayer, and W_O of the attention before it.
 
-    W_O is a parameter of the feed-forward sublayer's site, which writes the attention's output, or
-    of the attention core itself if that core projects its output.
+    If the attention core projects its own output, W_O is a parameter of that core. Otherwise W_O
+    belongs to the feed-forward sublayer's site, which writes the attention's output.
     """
     core, width = place.core, attention.core.num_heads * attention.core.head_dim
     owner, path = (attention, "core/w_out") if attention.core.projects else (place, "site/write")

@@ -27,17 +27,17 @@ from rmt_tpu.storage import Location, open_folder
 # frequencies, and GPT-2's causal masks.
 _CONSTANTS = ("rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")
 # These are the tensor name of the unembedding W_U in every model type, and the path of the token
-# embeddings, which W_U may equal.
+# embeddings. If embeddings are tied, both have the same values.
 _UNEMBEDDING, _EMBEDDING = "lm_head.weight", ("embedding", "tokens")
 _SHARD = 5 * 10**9  # the maximum number of bytes per file, as in the hub's tools
-# These values, in bytes, limit the host memory for reading. More than _MOST_MEMORY does not make
-# reading faster. Less than _LEAST_MEMORY would divide reading into many small steps.
+# These values limit the size of the buffers for reading, in bytes. Larger buffers would not make
+# reading faster, and smaller ones would need many small steps.
 _LEAST_MEMORY, _MOST_MEMORY = 16 * 2**20, 64 * 2**20
 _BLOCK = 8 * 2**20  # the maximum number of bytes in one read
 _READS = 16  # the maximum number of parallel reads
 
 
-# Reading -------------------------------------------------------------------------------------
+# Reading tensors from files ------------------------------------------------------------------
 
 
 class Tensors:
@@ -49,8 +49,8 @@ class Tensors:
 
     Attributes:
       folder: the folder.
-      memory: the host memory in bytes for buffers while parameters are read, in addition to the
-        parameters: half of the largest tensor's size, but at least 16 and at most 64 MiB.
+      memory: the maximum size in bytes of the buffers for reading. It is half of the largest
+        tensor's size, but at least 16 MiB and at most 64 MiB.
 
     Raises:
       UsageError: the folder has no tensors.
@@ -175,14 +175,14 @@ def _itemsize(entry: files.Entry) -> int:
 
 
 def _stored(piece: Piece) -> dict[str, tuple[int, ...]]:
-    """Return the names and shapes of the tensors in the file: one, or two for a packed piece."""
+    """Return the shapes of the tensors that store a piece, by name; a packed piece has two."""
     if piece.packed:
         return packed.stored(piece.name, piece.shape)
     return {piece.name: piece.shape}
 
 
 def _fitted(piece: Piece, shape: tuple[int, ...] | None) -> Piece:
-    """Adapt a piece to the tensor's shape in the file: a `padded` tensor may be longer."""
+    """Return the piece, adapted to the tensor's shape in the file if the tensor may be longer."""
     count = math.prod(piece.own_shape)
     if not piece.padded or shape is None or len(shape) != 1 or shape[0] < count:
         return piece
@@ -229,14 +229,14 @@ def _split(sizes: Sequence[int], stride: int) -> tuple[int, ...]:
 def pieces_by_parameter(
     tensors: Tensors, described: Description
 ) -> dict[tuple[Any, ...], list[Piece]]:
-    """Check a folder's tensors, and return each parameter's pieces by the parameter's path.
+    """Check a folder's tensors, and return a dict from each parameter's path to its pieces.
 
     If embeddings are tied, a file may still contain W_U's tensor, with the embedding's values.
 
     Raises:
       UsageError: tensors are missing or unknown, or have a wrong shape or an unsupported dtype; or
         embeddings are tied, but W_U's tensor differs from the embedding's. The message lists the
-        first 8 problems, with the two shapes or the dtype.
+        first 8 problems.
     """
     shapes, problems = tensors.shapes(), []
     expected = pieces(described.model, described.family, shapes)
@@ -284,7 +284,7 @@ def _any_begins(names: Iterable[str], base: str) -> bool:
 
 
 def _renamed(expected: list[Piece], old: str, new: str) -> list[Piece]:
-    """Return the pieces with the prefix `old` of tensor names replaced by `new`."""
+    """Return the pieces with `new` in place of the name prefix `old`."""
 
     def renamed(piece: Piece) -> Piece:
         begins = piece.name.startswith(old)
@@ -294,14 +294,19 @@ def _renamed(expected: list[Piece], old: str, new: str) -> list[Piece]:
 
 
 class Target(NamedTuple):
-    """A destination for part of a parameter: its first indices, and an array of zeros to fill."""
+    """An array that is filled with a part of a parameter.
+
+    Attributes:
+      begin: the indices of the part's first element within the parameter.
+      values: the array, which starts as zeros.
+    """
 
     begin: tuple[int, ...]
     values: Float[np.ndarray, "..."]
 
 
 def fill(tensors: Tensors, parameter_pieces: list[Piece], targets: list[Target]) -> None:
-    """Read values of a parameter into the targets, which are float32 arrays for parts of it.
+    """Read a parameter into the targets, which are float32 arrays for parts of it.
 
     Each byte range is read only once for all targets. Elements that no piece covers, such as expert
     loads, stay 0.
@@ -364,11 +369,11 @@ def _common(one: Iterable[tuple[int, int]], other: Iterable[tuple[int, int]]) ->
 
 
 def _slices(region: files.Region, begins: Iterable[int]) -> tuple[slice, ...]:
-    """Return the index of a region in an array whose first element has the indices `begins`."""
+    """Return the index of a region in an array that starts at the indices `begins`."""
     return tuple(slice(a - at, b - at) for (a, b), at in zip(region, begins, strict=True))
 
 
-# Writing -------------------------------------------------------------------------------------
+# Writing tensors to files --------------------------------------------------------------------
 
 
 def write(

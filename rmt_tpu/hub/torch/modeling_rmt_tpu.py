@@ -55,7 +55,7 @@ class Read(NamedTuple):
 
 
 class Context(NamedTuple):
-    """Token positions, distances i - j, the mask of i seeing j, and the mask of real tokens."""
+    """Positions, distances i - j, whether token i attends to token j, and which tokens are real."""
 
     positions: torch.Tensor
     distances: torch.Tensor
@@ -128,7 +128,7 @@ class Matrix(Vector):
 
 
 def groups(core):
-    """Return head counts: gates (attention only), queries, keys, values, gates (KDA only)."""
+    """Return the head counts of gates, queries, keys and values; the gates of KDA come last."""
     kind = core and core.kind
     if kind == "attention":
         pairs = core.num_kv_heads or core.num_heads
@@ -174,7 +174,7 @@ def depth_logits(o, site, v):
 
 
 def weighted(weights, v):
-    """Sum the sources v; weights [sources, .., heads] scale the equal parts of each source."""
+    """Return the weighted sum of the sources v, with separate weights for each head's part of v."""
     parts = wide(torch.stack(v)).flatten(3).unflatten(-1, (weights.shape[-1], -1))
     return (weights[..., None] * parts).sum(0).reshape(v[0].shape).to(v[0].dtype)
 
@@ -220,7 +220,7 @@ def capped(x, cap):
 
 
 def scaled_share(rope, frequencies, dims):
-    """Return, for each RoPE frequency, the fraction that context scaling divides by its factor."""
+    """Return how far context scaling applies to each RoPE frequency, from 0 (not) to 1 (fully)."""
     o, turn = rope.scaling, 2 * math.pi
     if o.kind == "llama3":
         turns = o.original_length * frequencies / turn
@@ -254,7 +254,7 @@ def rotate(x, positions, rope):
 
 
 def attend(q, k, v, scale, context, core):
-    """Return causal attention `softmax(scale q . k) v`; query groups share keys and values."""
+    """Return causal attention `softmax(scale q . k) v`; queries may share keys and values."""
     k, v = (x.repeat_interleave(q.shape[2] // k.shape[2], 2) for x in (k, v))
     logits, seen = scale * wide(torch.einsum("bnhd,bmhd->bhnm", q, k)), context.seen
     logits = capped(logits, getattr(core, "logit_cap", None))
@@ -343,7 +343,7 @@ class RmtTpuForCausalLM(PreTrainedModel, GenerationMixin):
         """Do nothing, because all parameters are loaded from the folder."""
 
     def places(self):
-        """Return (site, core, core parameters) per sublayer, then the site of the unembedding."""
+        """Return (site, core, parameters) of each sublayer, and last of the unembedding."""
         found = []
         for s, stack in enumerate(self.options.stacks):
             for layer in range(stack.repeat):

@@ -1,8 +1,8 @@
 """Further mixers and cores for `modeling_rmt_tpu`; only models that use them need this file.
 
-A mixer is a generator. It starts from the initial residual h and the list of places, each of which
-is (site, core, core parameters). It yields the input of each sublayer, and finally the input of the
-unembedding. After each sublayer it receives the update write(y) that the store adds.
+A mixer is a generator. Its arguments are the initial residual h and a list of places (site, core,
+core parameters), one per sublayer and one for the unembedding. It yields the input of each place.
+After each sublayer it receives write(y), the update that the store adds to the residual.
 """
 
 import itertools
@@ -37,8 +37,8 @@ from .modeling_rmt_tpu import RmtTpuForCausalLM as Base
 def delta_attention(model, h, places):
     """Run the standard residual h, plus gated attention over each block's sum of outputs D.
 
-    A sublayer reads `u = h + g sum_b a_b D_b`. The softmax weights a include a null source, so that
-    they may sum to less than 1.
+    A sublayer reads `u = h + g sum_b a_b D_b`. The softmax may include a null source, which has a
+    weight but adds nothing.
     """
     plain = {"query": "static", "key_norm": True, "num_heads": 1}
     o, depth = SimpleNamespace(**vars(model.options.mixer), **plain), len(places) - 1
@@ -71,7 +71,7 @@ def dense(model, h, places):
 
 
 def mudd(model, h, places):
-    """Run MUDD: separate weighted sums of layer outputs X give queries, keys, values and residual.
+    """Run MUDD: queries, keys, values and the residual read different sums of layer outputs X.
 
     Each token computes its weights `A = gelu(rmsnorm(X_i) W_1) W_2 + a` from the newest output X_i.
     """
@@ -225,7 +225,7 @@ def hierarchical(model, h, places):
 
 
 def mla(model, z, p, core, context, scale):
-    """Compute latent attention: projections of one latent vector per token give keys and values."""
+    """Compute latent attention: keys and values are projections of one latent vector per token."""
     x, part, epsilon = concatenate(z.data), core.rope_dim, core.latent_epsilon or model.epsilon
     q = x if p.w_q_down is None else normalize(x @ p.w_q_down, p.q_gain, epsilon)
     q = (q @ p.w_q).unflatten(-1, (core.num_heads, -1))
