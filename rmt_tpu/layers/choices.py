@@ -10,14 +10,14 @@ from pallas_kernels.call import LANES
 from pallas_kernels.stacked_product import MOST_ROWS
 from pallas_kernels.target import Target
 
-# The TPUs on which a matrix product is written directly into one slice of stacked outputs. This
-# list excludes tpu7x, because XLA uses a different layout for such a product on that chip. It would
-# copy the entire stack to that layout for each slice.
+# The TPUs on which a matrix product is written directly into one slice of stacked outputs. On
+# tpu7x, XLA uses a different layout for such a product, and would copy the entire stack for each
+# slice.
 _WRITES_IN_PLACE = ("tpu_v5_lite", "tpu_v5", "tpu_v6_lite")
 # The TPUs on which a single XLA instruction for both products of a feed-forward layer is faster
 # than two instructions, even with many tokens (docs/benchmarks/train_step.md).
 _FUSED_PRODUCTS = ("tpu_v6_lite",)
-# XLA may keep a residual in VMEM between kernels if the residual fills at most this share of VMEM.
+# A residual that fills at most this share of VMEM may stay there between two kernels.
 _MAX_VMEM_SHARE = 0.5
 # The largest share of a vector's width that padding with zeros may add. More padding would cost
 # more time than it saves on a GPU or a CPU.
@@ -69,8 +69,8 @@ def rereads_rebuilt(target: Target, residual_bytes: int) -> Choice:
     """Choose whether the kernel that rebuilds a residual also reads it for the preceding sublayer.
 
     The choice concerns the backward pass of reversible layers. Reading in the same kernel saves a
-    pass over HBM. However, XLA can keep a small residual in VMEM, and is more likely to keep it
-    there if a separate kernel reads the residual next.
+    pass over HBM. However, XLA can keep a small residual in VMEM, and does so more often if a
+    separate kernel reads it.
 
     Args:
       target: the device that the program is compiled for.
@@ -107,10 +107,11 @@ def weights_in_stacks(target: Target, rows: int, divided: int) -> Choice:
 def padded_width(size: int, *, by_kernels: bool) -> Choice:
     """Choose the width to which the vectors in a bank are padded with zeros at the end.
 
+    A bank is the stack of vectors that attention over depth reads.
+
     Args:
       size: D, the number of entries per vector before padding.
-      by_kernels: whether kernels apply an RMS norm to the vectors of the bank (the stack of vectors
-        that attention over depth reads).
+      by_kernels: whether kernels apply an RMS norm to the vectors.
     """
     missing = -size % LANES
     if not by_kernels:

@@ -2,8 +2,7 @@
 
 Data vectors are the vectors that a layer reads from the residual and writes to it. Entry
 `i * vectors + r` of the long vector is entry i of data vector r. The kernels for the residual
-matrix keep data vectors in the same order, so neither conversion moves data on a TPU. In the weight
-matrices that read or write the long vector, the order only permutes rows or columns.
+matrix keep data vectors in the same order, so neither conversion moves data on a TPU.
 """
 
 from typing import Literal, NamedTuple
@@ -19,8 +18,8 @@ class HeadsLayout(NamedTuple):
     Attributes:
       rows: the order of heads in memory; see `pallas_kernels.causal_attention`.
       projected: the mesh axes over which the projections to and from heads are sharded by heads.
-        Each device projects only its own share of the heads, and does so for the tokens of all
-        devices along these axes.
+        Each device projects its own share of the heads, for the tokens of all devices along these
+        axes.
     """
 
     rows: Literal["size_major", "head_major"]

@@ -82,7 +82,7 @@ class Unembedding(nnx.Module):
     Args:
       config: the model's config.
       seed: the seed of the weights.
-      embedding: the model's embedding, whose weights a model with tied embeddings uses.
+      embedding: the model's embedding. If embeddings are tied, the unembedding uses its weights.
     """
 
     def __init__(self, config: cfg.ModelConfig, seed: Seed, embedding: Embedding):
@@ -125,8 +125,7 @@ class Unembedding(nnx.Module):
 def _unembedding_std(config: cfg.ModelConfig) -> float:
     """Return the initial standard deviation of W_U.
 
-    In muP, it is computed from the base model's width, because muP already divides the logits by
-    the ratio of this model's width to that width. A smaller standard deviation would also need a
-    smaller learning rate.
+    In muP, it depends only on the base model's width, because the logits are already divided by the
+    ratio of this model's width to that width.
     """
     return config.init_std * (config.width / config.width_ratio) ** -0.5

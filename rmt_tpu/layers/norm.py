@@ -20,10 +20,9 @@ def normalize(
     """Return `gain * x / sqrt(mean(x^2) + epsilon)`, plus a bias if there is one, in `dtype`.
 
     With "layernorm", the mean of x is first subtracted from x. Statistics are computed in at least
-    float32. For a layernorm of bfloat16 input, the mean and the mean square come from a single pass
-    over x, and the variance is `mean(x^2) - mean(x)^2`. In float32 this difference can lose
-    precision if the mean is far larger than the spread around the mean. The loss is harmless,
-    because 8 significant bits of bfloat16 cannot represent such a spread anyway.
+    float32. For bfloat16 input, a layernorm computes the variance as `mean(x^2) - mean(x)^2`, which
+    needs one pass over x. This loses precision if the mean is far larger than the standard
+    deviation. The loss is harmless, because bfloat16 cannot represent such input precisely.
     """
     narrow = x.dtype == jnp.bfloat16
     mean = functools.partial(jnp.mean, axis=-1, keepdims=True)

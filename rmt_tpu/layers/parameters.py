@@ -21,10 +21,10 @@ OF_MANY = ("layer", "node", "expert", "projection", "stream")
 class Seed(NamedTuple):
     """The random seed of one parameter, derived from the run's seed, a sublayer number and a name.
 
-    Two models with the same run seed therefore give the same initial value to weights that have the
-    same name, sublayer number and shape. The rest of the models, and how their layers are stacked,
-    do not matter. A name is the path of attributes to the parameter. The path starts from the model
-    or, inside a layer, from the sublayer: for example `seed / "core" / "w_1"`.
+    In two models with the same run seed, weights with the same name, sublayer number and shape
+    therefore start with the same values, even if the rest of the models differs. A name is the path
+    of attributes to the parameter. The path starts from the model or, inside a layer, from the
+    sublayer: for example `seed / "core" / "w_1"`.
 
     Attributes:
       base: the JAX key made from the run's seed and from the sublayer numbers so far.
@@ -107,11 +107,10 @@ def bias(shape: tuple[int, ...], axes: tuple) -> nnx.Param:
 def read_keys(seed: Seed, count: int, key_dim: int, *, scale: float | jax.Array = 1.0) -> nnx.Param:
     """Return `count` key vectors r [count, D_k] for reading a matrix residual, D_k = `key_dim`.
 
-    A read is `z[p, v] = sum_k r[p, k] X[k, v]`, with X the normed residual. It sums over D_k
-    entries of X, which are of order 1, so z is of order 1 if the entries of r are of order
-    `1 / sqrt(D_k)`. Adam's update of r[p, k] has the sign of the gradient of r[p, k], which is
-    itself a sum over X[k, v]. The D_k terms of the change in z therefore have the same sign, and
-    one step with learning rate `rate` changes z by about `rate * D_k`.
+    A read is `z[p, v] = sum_k r[p, k] X[k, v]`, where X is the normed residual, with entries of
+    order 1. To make z of order 1, the entries of r are of order `1 / sqrt(D_k)`. One step of Adam
+    changes each entry of r by about the learning rate. The D_k changes have the signs of X, so they
+    add up in z, which changes by about `D_k` times the learning rate.
     """
     axes, std = ("head", "key"), scale * key_dim**-0.5
     return parameter(seed, (count, key_dim), std=std, role="keys", axes=axes, fan_in=key_dim)
@@ -123,9 +122,8 @@ def store_keys(
     """Return R = `count` key vectors w [R, D_k] for writing to a matrix residual, D_k = `key_dim`.
 
     A write `X[k, v] += sum_r w[r, k] y[r, v]` adds one outer product per data vector y[r] to the
-    residual X. Each entry of X gets a sum of R terms, however large D_k is. The write is of order 1
-    if the entries of w are of order `1 / sqrt(R)`, and one step with learning rate `rate` changes
-    the write by about `rate * R`.
+    residual X. Each entry of X gets a sum of R terms. To make the sum of order 1, the entries of w
+    are of order `1 / sqrt(R)`. One step changes the sum by about R times the learning rate.
     """
     axes, std = ("head", "key"), scale * count**-0.5
     return parameter(seed, (count, key_dim), std=std, role="keys", axes=axes, fan_in=count)

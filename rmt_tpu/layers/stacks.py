@@ -54,8 +54,8 @@ def scan(
 def isolate(x: Array) -> Array:
     """Return x, and prevent XLA from fusing its computation into the operations that use x.
 
-    Under differentiation, x is returned without this restriction, because x is then used more than
-    once, and computing x again for each use may be faster.
+    The restriction does not apply under differentiation, where computing x again for each use may
+    be faster.
     """
     return jax.lax.optimization_barrier(x)
 

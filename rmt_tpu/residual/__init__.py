@@ -6,10 +6,10 @@
 
 A *site* is the place before a sublayer or before the unembedding, so a model with L layers has
 `2L+1` sites. A site has the parameters for writing the previous output, for the norm, for the next
-sublayer's read and, in `site.mix`, for the mixer. The shapes of these parameters follow from the
-ports (the declared inputs and outputs) of the cores before and after the site. The embedding is the
-first output that is written. A sublayer computes `y = core(z)`, where z contains the data vectors
-that the site before the sublayer has read. A core does not depend on the kind of residual.
+sublayer's read and, in `site.mix`, for the mixer. Their shapes follow from the inputs and outputs
+of the cores before and after the site. The embedding is the first output that is written. A
+sublayer computes `y = core(z)`, where z contains the data vectors that the site before the sublayer
+has read. A core does not depend on the kind of residual.
 
 Two choices can be combined freely:
 - the *store* defines the residual of one token: `vector` (Transformer) or `matrix` (RMT);
@@ -134,7 +134,7 @@ def make_site(config: cfg.ModelConfig, seed: Seed, place: Place) -> nnx.Module:
 
 
 def heads_layout(config: cfg.ModelConfig) -> HeadsLayout:
-    """Return how the configured store divides the heads of a sublayer over devices."""
+    """Return the layout of heads on devices for the configured store."""
     return store_module(config.store).HEADS
 
 

@@ -1,9 +1,9 @@
 """Delta Attention Residuals: a standard residual, plus attention over what blocks add to it.
 
 Delta Attention Residuals (arXiv 2605.18855, 2026). The standard residual `h_l = h_{l-1} + y_l` is
-kept. The delta of a block is the change of h over the block, which is the sum of the outputs of the
-block's sublayers. A site (the place before sublayer l, or before the unembedding) reads h and a
-softmax-weighted mean of deltas:
+kept. The delta of a block is the sum of the outputs of its sublayers, by which the block changes h.
+A site (the place before sublayer l, or before the unembedding) reads h and a softmax-weighted mean
+of deltas:
 
     D_b = sum of the outputs of block b      D' = sum of the outputs since the last complete block
     logit_b = <gain * w_l, D_b> / rms(D_b)   a = softmax(logit)
@@ -18,8 +18,8 @@ delta. With a matrix store, deltas and queries are matrices `D_k x D_v`. This co
 
 The deltas are in the first rows of the bank, as in Block AttnRes (`depth_attention`). The embedding
 is in the last row, so that kernels do not attend to it. An additional query of zeros gives the
-unweighted mean of the deltas that a kernel reads. The mean times the number of deltas is their sum,
-which is a part of h. Therefore, h needs no other pass over the bank.
+unweighted mean of the deltas, and thus their sum, which is a part of h. Therefore, h needs no other
+pass over the bank.
 """
 
 import dataclasses
@@ -115,8 +115,8 @@ class DeltaAttention(DepthAttention):
     def empty_cotangent(self, prior: DeltaPrior) -> DeltaPrior:
         """Return the initial cotangent of phase one's result, with zeros for h.
 
-        Every site adds to the cotangent of h. Of the other arrays, each site writes only its own
-        slice.
+        Every site adds to the cotangent of h. The other arrays are uninitialised, because each site
+        writes its own slice.
         """
         empty = stacks.empty_like(prior)
         return empty._replace(residual=jnp.zeros_like(prior.residual))
@@ -132,7 +132,7 @@ class DeltaAttention(DepthAttention):
     ) -> tuple[Float[Array, "sites scored"], Bank]:
         """Run the backward pass of phase one (the method `prior`); see `protocols.BankMixer`."""
         d_mixed, d_log_sums, d_h = d_prior
-        # The last mean and log-sum-exp belong to the query of zeros. No site reads them; only h
+        # The last mean and log-sum-exp belong to the query of zeros. Sites read neither, but h
         # depends on the mean.
         d_mixed = stacks.update_at(d_mixed, count * d_h, len(scores))
         d_log_sums = stacks.update_at(d_log_sums, jnp.zeros_like(d_log_sums[0]), len(scores))
@@ -213,5 +213,5 @@ class DeltaAttention(DepthAttention):
 
 
 def _with_zeros(rows: Float[Array, "rows *shape"], value: float = 0.0) -> Array:
-    """Return the rows and, after them, a row that is filled with `value`."""
+    """Append a row that is filled with `value`."""
     return jnp.concatenate([rows, jnp.full_like(rows[:1], value)])

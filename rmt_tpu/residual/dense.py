@@ -1,7 +1,7 @@
 """DenseFormer: a layer reads a learned weighted sum of the outputs of all earlier layers.
 
-Pagliardini et al. (NeurIPS 2024). X_0 is the embedding, and X_i is the output of layer i, which
-computes it from Y_{i-1} as in a model with the standard residual:
+Pagliardini et al. (NeurIPS 2024). X_0 is the embedding, and X_i is the output of layer i, an
+ordinary layer with the standard residual inside it:
 
     X_i = layer_i(Y_{i-1})      Y_0 = X_0      Y_i = sum over j <= i, j = i mod k, of a_ij X_j
 
@@ -35,9 +35,9 @@ from rmt_tpu.residual.protocols import (
 
 
 class LayerBank(nnx.Module):
-    """The base class of mixers whose bank has one row per layer, after the embedding's row.
+    """The base class of mixers that keep the output of every layer in a bank.
 
-    Every layer has two sublayers.
+    A bank is a stack of rows, and its first row is the embedding. Every layer has two sublayers.
     """
 
     keeps_sum = False
@@ -75,8 +75,8 @@ class Dense(LayerBank):
         period, dilation = config.mixer.period, config.mixer.dilation
         i, j = np.indices((self.num_rows, self.num_rows))
         learned = (i > 0) & (i % period == 0) & (j <= i) & ((i - j) % dilation == 0)
-        # `learned` marks the learned entries of the matrix, as a tuple, which JAX treats as a
-        # constant. The order of the marked entries is their order in `weights`.
+        # `learned` marks the learned entries of the matrix. It is a tuple, so that JAX treats it as
+        # a constant.
         self.learned = tuple(map(tuple, learned.tolist()))
         self.weights = nnx.Param(
             jnp.asarray((i == j)[learned], jnp.float32), role="gain", axes=("source",)
@@ -98,7 +98,7 @@ class Dense(LayerBank):
         return jnp.repeat(self.matrix()[:-1], 2, axis=0)
 
     def matrix(self) -> Float[Array, "rows rows"]:
-        """Return the matrix a_ij. Entries that are not learned are those of the identity matrix."""
+        """Return the matrix a_ij, whose other entries are those of the identity matrix."""
         learned = np.asarray(self.learned)
         matrix = jnp.eye(self.num_rows, dtype=self.weights[...].dtype)
         return matrix.at[np.nonzero(learned)].set(self.weights[...])
@@ -217,8 +217,7 @@ def _mix(
     """
     dtype = jnp.result_type(rows, jnp.float32)
     weights = jnp.expand_dims(weights.astype(dtype), range(2, 1 + rows.ndim))
-    # The terms are added one by one, which on a CPU is ten times as fast as a sum over a stacked
-    # array of terms.
+    # Adding terms one by one is ten times as fast on a CPU as a sum over a stacked array.
     terms = (
         weights[:, j] * jnp.where(active[j], rows[j], 0).astype(dtype) for j in range(len(rows))
     )

@@ -12,8 +12,7 @@ paper names the ablations and gives their losses. The equations are our reading 
 
 This module also computes cumulative sources and the bias of the newest source, whose equations are
 in `depth_attention`. With cumulative sources, a row of the bank is still the sum of one block, and
-each site adds up the rows. The running residual is then a source of every site, even where it
-equals the source of the newest row.
+each site adds up the rows.
 """
 
 from collections.abc import Sequence
@@ -114,7 +113,7 @@ class DepthAblation(depth_attention.DepthAttention):
         d_prior: None,
         d_bank: Bank,
     ) -> tuple[Float[Array, "sites scored"], Bank]:
-        """Return zeros for `scores` and an unchanged `d_bank`, because `prior` reads nothing."""
+        """Return zeros and an unchanged `d_bank`, because `prior` reads nothing."""
         return jnp.zeros_like(scores), d_bank
 
     def final(self, store: Store, bank: Bank, final_site: nnx.Module) -> Read:
@@ -149,8 +148,9 @@ class DepthAblation(depth_attention.DepthAttention):
     def _mix(self, at, shared, rows, count, current, running):
         """Return the weighted sum of sources for one site.
 
-        The sources are `rows[:count]`, and the running sum `current` if `running` is True or
-        sources are cumulative. `at` is the site, and `shared` its query or its learned logits.
+        The sources are `rows[:count]`. The running sum `current` is also a source if `running` is
+        True or sources are cumulative. `at` is the site, and `shared` its query or its learned
+        logits.
         """
         written = jnp.arange(self.num_rows) < count
         rows = jnp.where(jnp.expand_dims(written, range(1, rows.ndim)), rows, 0)
@@ -173,8 +173,8 @@ class DepthAblation(depth_attention.DepthAttention):
     def _weights(self, at, shared, rows, count, current, running):
         """Return the weights of a site's sources, [sources, batch, seq, heads].
 
-        The sources are all rows of the bank and, last, the running sum. A source that the site does
-        not read has weight 0.
+        The sources are all rows of the bank, and the running sum as the last one. A source that the
+        site does not read has weight 0.
         """
         indices = jnp.arange(self.num_rows)
         shown = indices < count
@@ -197,7 +197,7 @@ class DepthAblation(depth_attention.DepthAttention):
         return jax.nn.softmax(jnp.where(shown, logits, -jnp.inf), axis=0)
 
     def _query(self, at, query, rows, count, current, running):
-        """Return the query of one site; the argument `query` already includes the gain of the keys.
+        """Return the query of one site, given the product of its query vector and its key gain.
 
         For an "input" query, a projection of the newest source is added, so that the query differs
         between tokens.

@@ -13,23 +13,23 @@ Full AttnRes is the case S = 1. With a matrix store, the sources v and the queri
 `D_k x D_v`.
 
 Some options are not in the paper:
-- `query="none"` is a control for experiments: there are no queries or gains, and every logit is 0,
-  so that h remains the unweighted mean. Kernels then get zero queries.
-- A learned bias b per site is added to the logit of the newest source (open-attention-residuals,
-  which starts it at 3 or 10):  `logit_last = <gain * query, v_last> / rms(v_last) + b`
+- `query="none"` is a control for experiments. There are no queries or gains, and h is always the
+  unweighted mean. Kernels then get zero queries.
+- Each site has a learned bias b for the newest source (open-attention-residuals starts it at 3 or
+  10):  `logit_last = <gain * query, v_last> / rms(v_last) + b`
 - Cumulative sources (open-attention-residuals) are the standard residuals at the ends of blocks,
   and the running residual:  `v_n = embedding + sum of the outputs of blocks 1 to n`. The running
-  residual is a source of every site. At a site right after a block, the running residual equals
-  that block's source, so this value gets two weights. The bias of the newest source applies only to
-  the running residual.
+  residual is a source of every site. Right after a block, it equals that block's source, so the
+  same value gets two weights. The bias of the newest source applies only to the running residual.
 - Without attention at the output site, the unembedding reads the newest source, or the sum of the
   embedding and all outputs (an option of marin). If sources are cumulative, the newest source is
   the standard residual, as in open-attention-residuals.
 - The embedding is normalised before it is a source (marin):  `v_0 = embedding / rms(embedding)`
 
 The sources are kept in a *bank*, a stack of rows. A row is *sealed* when its block is complete.
-Layers run in groups. Phase one computes the partial softmax over the rows that are sealed before a
-group, for all sites of the group in one pass. Phase two adds the group's own rows at each site.
+Layers run in groups. Phase one reads the rows that are sealed before a group, in one pass for all
+sites of the group. It computes a partial softmax over these rows. Phase two adds the group's own
+rows at each site.
 """
 
 import math
@@ -88,8 +88,7 @@ class DepthAttentionMix(nnx.Module):
     def __init__(self, config: cfg.ModelConfig, seed: Seed):
         shape = config.residual_shape
         axes = ("width",) if len(shape) == 1 else ("key", "head")
-        # A logit is a sum over all entries of a source. The norm makes each entry about 1, so the
-        # fan-in is the size of a source.
+        # A logit is a sum over all entries of a source, so the fan-in is the size of a source.
         fan_in = config.residual_size
         how = {"std": 0.0, "role": "gain", "axes": axes, "fan_in": fan_in}
         queried = config.mixer.query != "none"
@@ -138,33 +137,33 @@ class DepthAttention(nnx.Module):
     # Groups of layers ---------------------------------------------------------------------------
 
     def grouping(self, first: int, period: int, repeat: int) -> Grouping:
-        """Return groups of one block each where possible, and groups of several layers otherwise.
+        """Return groups of one block each where possible, and other groups of layers otherwise.
 
-        A group is one block if every block consists of whole periods (the repeated patterns of
-        layers), and the stack starts and ends at block boundaries. Otherwise a group may contain
-        parts of several blocks.
+        A period is the pattern of layers that the stack repeats. Groups are blocks if a block
+        consists of whole periods, and the stack starts and ends at the borders of blocks. Otherwise
+        a group may contain parts of several blocks.
         """
         begun, goes_on = self._ends(first, period, repeat)
         if self.block > 1 and self.block % period == 0 and not (begun or goes_on):
             return Grouping(min(self.block // period, repeat), True, False, lambda _: 1)
         layers = self._phase_layers(period, repeat)
         # A group that starts inside a block may write one row more than other groups. All groups
-        # get as many rows as the group that starts furthest into a block.
+        # get this number of rows.
         group = layers * period
         into = max((first + start) % self.block for start in range(0, repeat * period, group))
         rows = lambda sublayers: -(-(into + sublayers) // self.block)
         return Grouping(layers, False, into > 0 or goes_on, rows)
 
     def _ends(self, first: int, period: int, repeat: int) -> tuple[bool, bool]:
-        """Return whether a stack starts inside a block, and whether it ends inside one."""
+        """Return whether a stack of layers starts inside a block, and whether it ends in one."""
         end = first + period * repeat
         return first % self.block > 0, end % self.block > 0 and end < self.num_sublayers
 
     def _phase_layers(self, period: int, repeat: int) -> int:
         """Return the number of layers per group.
 
-        Larger groups need fewer passes over the rows before each group, but each site reads more
-        rows of its own group.
+        With larger groups, there are fewer passes over earlier rows, but each site reads more rows
+        of its own group.
         """
         if self.block > 1:
             return min(-(-2 * self.block // period), repeat)
@@ -210,7 +209,7 @@ class DepthAttention(nnx.Module):
     def _folded(
         self, site: nnx.Module, *, stacked: bool = False
     ) -> Float[Array, "*layers scored_shape"]:
-        """Return the query of a site, or of a stack of sites, times the key gain, and padded.
+        """Return the product of query and key gain, padded, for a site or a stack of sites.
 
         Without queries, the result is zeros.
         """
@@ -286,9 +285,8 @@ class DepthAttention(nnx.Module):
     def _of_rows(self, queries, rows, count, prior):
         """Return the rows, and the result of `_partial` on the rows.
 
-        Later sites read the returned rows and not the argument. The backward pass of this site then
-        receives the gradient of the rows from later sites, and its kernel adds the gradient of this
-        site's read in the same pass.
+        Later sites must read the returned rows. In the backward pass, this site then receives their
+        gradient of the rows. Its kernel adds its own gradient in the same pass.
         """
         options = {"epsilon": self.epsilon, **self._divided()}
 
@@ -403,7 +401,7 @@ class DepthAttention(nnx.Module):
         done = at.sublayer + 1
         own = self._row(at.sublayer) - self.first_row(at.group)
         sealed = jnp.asarray((done % self.block == 0) | (done == self.num_sublayers))
-        # The row may be written before its block is complete, because no site reads it until then.
+        # The row may be written early, because no site reads it before its block is complete.
         rows = stacks.write_unread(rows, current, own, sealed)
         return rows, jnp.where(sealed, 0, current)
 
@@ -455,7 +453,7 @@ class DepthAttention(nnx.Module):
     ) -> DepthWeights:
         """Return the mean weight of each source at each site: see `protocols.BankMixer`.
 
-        A weight that a site gives to an incomplete block is listed in the column of the block.
+        The weight of an incomplete block is in the column of this block.
         """
         sites, last = [*names, "U"], self.seen(self.num_sublayers)[-1]
         mean: list[list[float | None]] = [[None] * (1 + last) for _ in sites]

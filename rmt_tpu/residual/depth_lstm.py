@@ -10,8 +10,7 @@ Layer b computes:
     c_b = g * c_{b-1} + i * t,   o_b = q * c_b
 
 Here s is the sigmoid, `o_0` is the embedding, and `c_0` is zero or the embedding. There are no
-biases. Outputs are not summed over depth, so no weight needs a smaller initial scale in a deeper
-model. Where the paper leaves details open, this code follows its author's code: each gate's norm
+biases. Where the paper leaves details open, this code follows its author's code. Each gate's norm
 has its own gain, and the output gate multiplies the cell directly.
 """
 
@@ -60,8 +59,7 @@ class LstmGates(nnx.Module):
     """The gates' parameters, which belong to the site before a layer's feed-forward sublayer.
 
     Attributes:
-      gates: W_i, W_f and W_o side by side, [2 D, 3 D], so that one matrix product computes all
-        gates.
+      gates: W_i, W_f and W_o side by side, [2 D, 3 D].
       gate_gains: the gains of the gates' norms, [3, D].
     """
 
@@ -85,7 +83,7 @@ class DepthLstm(nnx.Module):
     ) -> tuple[LstmState, Array]:
         """Return the LSTM's state before the first write, and y, the embedding.
 
-        The output gate is fully open, so that the output o_0 is the whole embedding.
+        The output gate is 1, so that o_0 is the embedding.
         """
         cell = store.hold(state)
         return LstmState(cell, jnp.ones_like(cell), jnp.ones_like(cell)), y

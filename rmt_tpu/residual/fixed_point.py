@@ -1,16 +1,16 @@
 """The range and the step size of a residual that is stored as int16 fixed-point numbers.
 
-The step size is constant during training, so that a write can be undone exactly. The step size
-follows from the config alone: from the expected size of the residual at initialisation, with room
-to grow. Sizes are root mean squares over the residual's entries. They follow from how parameters
-are initialised (`layers.parameters`, `residual.matrix`):
+The step size is the distance between two neighbouring numbers. It is constant during training, so
+that a write can be undone exactly. It depends only on the config. It is chosen for the expected
+size of the residual in a new model, and leaves room for growth. The size is the root mean square
+over the residual's entries. It follows from the initial parameters (`layers.parameters`,
+`residual.matrix`):
 
-- first read: the embedding, which is written with keys that preserve its size, and learned
-  positions of the same size;
-- last read: in addition, the 2L writes of the sublayers, whose keys scale each output by
-  1/sqrt(2L). The size of attention outputs is at most that of the values, which is about 1 because
-  values are read from a normed residual. The size of feed-forward outputs is about that of
-  `W_2 gelu(W_1 z)` with z about 1.
+- At the first read, the residual contains the embedding and, if learned, positions of the same
+  size. The keys that write them preserve their size.
+- At the last read, it also contains the outputs of 2L sublayers, each scaled by 1/sqrt(2L).
+  Attention outputs have at most the size of the values, about 1. Feed-forward outputs have the size
+  of `W_2 gelu(W_1 z)` for a z of size 1.
 
 The residual grows during training, and for some tokens it grows far more than for others. With the
 preset rmt-tiny, the largest entry after 400 steps is 51 times the expected size in a new model.
@@ -35,9 +35,9 @@ _MIN_STEPS = 64
 def with_float_residual(model: cfg.ModelConfig) -> cfg.ModelConfig:
     """Return the config for use without training, which has a float residual and remat "full".
 
-    Without training no write is undone, so neither a fixed step size nor stored outputs of
-    sublayers are needed, and a float residual cannot overflow. A config without reversible remat is
-    returned unchanged.
+    Without training no write is undone, so neither fixed-point numbers nor reversible remat are
+    needed. A float residual cannot overflow. A config without reversible remat is returned
+    unchanged.
     """
     if model.remat != "reversible":
         return model

@@ -31,7 +31,7 @@ class HierarchicalState(NamedTuple):
 
     Attributes:
       residual: the residual, which is the newest input of the next node.
-      inputs: the output of the last node, followed by the earlier residuals H since that node.
+      inputs: the output of the last node, then the residuals H of the layers since that node.
     """
 
     residual: Float[Array, "batch seq D"]
@@ -85,8 +85,8 @@ class Hierarchical(nnx.Module):
 
     Attributes:
       first: the first node, which has no preceding node as an input.
-      others: the later nodes, stacked; a single node if all later nodes share their parameters;
-        None if there is no later node.
+      others: the later nodes, stacked. If they share their parameters, this is a single node. It is
+        None if there are no later nodes.
     """
 
     def __init__(self, config: cfg.ModelConfig, seed: Seed):

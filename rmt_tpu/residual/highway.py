@@ -1,8 +1,8 @@
 """Highway Transformer: a self-gating unit (SDU) in parallel with every sublayer.
 
-Chai, Jin and Hou (2020), in the pre-norm form of the authors' code. With the sublayer's own output
-`y_l = f_l(norm_l(h_{l-1}))`, gate `T = act(x W_1)` and value `v = x W_2`, where x is
-`norm_l(h_{l-1})` or the raw `h_{l-1}`, the variants are:
+Chai, Jin and Hou (2020), in the pre-norm form of the authors' code. The sublayer's own output is
+`y_l = f_l(norm_l(h_{l-1}))`. The unit has a gate `T = act(x W_1)` and a value `v = x W_2`, where x
+is `norm_l(h_{l-1})` or the raw `h_{l-1}`. The variants are:
 
     add      h_l = h_{l-1} + y_l + T * v
     carry    h_l = (1 - T) * h_{l-1} + y_l + T * v
@@ -75,8 +75,8 @@ class Highway(nnx.Module):
     ) -> tuple[HighwayState, Read]:
         """Write y to the residual and read z for the next sublayer.
 
-        The returned state already includes the terms of the next update of the residual h that do
-        not depend on the next sublayer's output.
+        The returned state already includes the gated terms of the next update of h. Only the next
+        sublayer's output is missing.
         """
         h, write_scale = state
         written = store.write_term(y, site.write).astype(h.dtype)

@@ -24,10 +24,11 @@ float32. The variants differ in how each site computes them:
   matrices, with weights `softmax(a_res x W_res + b_res)`. This A is doubly stochastic without
   iteration.
 
-Here s is the sigmoid. The matrices W are initialised to zero. Each site has a home stream, stream
-(site mod m), from which it reads most, so that streams and sites differ. At initialisation, HC and
-mHC then equal a standard pre-norm model, and so does mHC-lite with `init="prenorm"`. The HC paper's
-scaling of the sublayers' outputs by sqrt(m) is left out.
+Here s is the sigmoid. The matrices W are initialised to zero. Each site first reads mostly from one
+stream, its home stream, so that the streams become different. The home stream of a site is stream
+(site mod m). At initialisation, HC and mHC then equal a standard pre-norm model, and so does
+mHC-lite with `init="prenorm"`. The HC paper also scales the sublayers' outputs by sqrt(m); this
+code does not.
 """
 
 from itertools import permutations
@@ -129,7 +130,7 @@ def _write(state: StreamsState, y: Float[Array, "batch seq D"]) -> Streams:
 def _weighted_sum(
     weights: Float[Array, "m batch seq"], streams: Streams
 ) -> Float[Array, "batch seq D"]:
-    """Return `sum_i w_i X_i` in the weights' dtype, with element-wise operations that XLA fuses."""
+    """Return `sum_i w_i X_i` in the weights' dtype."""
     return sum(w[..., None] * x.astype(w.dtype) for w, x in zip(weights, streams, strict=True))
 
 
@@ -161,7 +162,8 @@ class StaticMix(nnx.Module):
     """The coefficients of static hyper-connections. They are parameters, the same for every token.
 
     Attributes:
-      read, write: alpha0 and beta0, [m]; alpha0 is initialised to the home stream's unit vector.
+      read, write: alpha0 and beta0, [m]; at first, alpha0 is 1 for the home stream and 0 for
+        others.
       mix: A0, [m, m], indexed by the target stream and then by the source stream.
     """
 
@@ -235,7 +237,9 @@ class DynamicMix(nnx.Module):
 
 
 class _ProjectedMix(nnx.Module):
-    """The base class of the coefficients of mHC and mHC-lite, from one projection of all streams.
+    """The base class for the coefficients of mHC and mHC-lite.
+
+    The coefficients are computed by one projection of all streams.
 
     Attributes:
       gain: the gain of the RMS norm over all m D numbers of a token, [m, D].
@@ -337,16 +341,16 @@ def sinkhorn(
     """Return nearly doubly stochastic matrices, normalising columns and rows in turn.
 
     Each round divides by the column sums and then by the row sums, starting from `A = exp(logits)`.
-    Rows are normalised last, so that each new stream is a weighted mean: `sum_j A_ij` is 1 up to
-    rounding, while the sums over i are only approximately 1.
+    Rows are normalised last, so each new stream is a weighted mean of the old ones. The column sums
+    are only approximately 1.
     """
 
     def one_round(a, _):
         a = a / jnp.sum(a, axis=0, keepdims=True)
         return a / jnp.sum(a, axis=1, keepdims=True), None
 
-    # The maximum that is subtracted here cancels in the first division. Logits are bounded below,
-    # because a row of zeros would give 0 / 0 = NaN.
+    # Subtracting the maximum does not change A. Logits are bounded below, because a row of zeros
+    # would give 0 / 0 = NaN.
     below_largest = logits - jax.lax.stop_gradient(jnp.max(logits, axis=0, keepdims=True))
     a = jnp.exp(jnp.maximum(below_largest, -60))
     return jax.lax.scan(one_round, a, length=rounds)[0]

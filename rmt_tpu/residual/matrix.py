@@ -1,11 +1,12 @@
 """The matrix store: a token's residual is a matrix `D_k x D_v`, as in the RMT.
 
-Every sublayer reads data vectors from the matrix with retrieval keys, and writes R data vectors to
-it as outer products with R storage keys (Mak and Flanigan 2025, equations 12 to 27). These learned
-key vectors replace the weight matrices W_Q, W_K, W_V and W_O of a Transformer.
+Every sublayer reads data vectors from the matrix with retrieval keys. It writes R data vectors to
+the matrix, each as an outer product with a storage key. These learned key vectors replace the
+weight matrices W_Q, W_K, W_V and W_O of a Transformer. See Mak and Flanigan (2025), equations 12 to
+27.
 
-In shapes, `local_D_k` is a device's slice of D_k, and `key_batch` is the batch of all devices along
-the mesh axis `key`, which store the other slices.
+On a mesh with an axis `key`, D_k is divided over the devices along it. In shapes, `local_D_k` is
+the size of a device's slice, and `key_batch` is the batch of all these devices together.
 """
 
 from collections.abc import Sequence
@@ -37,16 +38,16 @@ class Site(nnx.Module):
       gain: the gain of the norm, [D_k, D_v].
       read_keys: the retrieval keys: r_Q, r_K and r_V as [3 H, D_k] before a core with heads; r_FF
         or r_U, [R, D_k], if the next core reads the residual without heads.
-      size_major: two flags: whether the site writes vectors without heads, and whether it reads
-        such vectors. They are ordered by entry first, as in `data_vectors.concatenate`.
+      size_major: whether the site writes vectors without heads, and whether it reads such vectors.
+        Both are in the order of `data_vectors.concatenate`.
     """
 
     def __init__(self, config: cfg.ModelConfig, seed: Seed, place: Place):
         rank, size = config.data_shape
         key_dim = config.store.key_dim
         count = lambda port: sum(port.heads) + port.residual * rank
-        # The first site writes the embedding, in a single write in addition to the 2L writes of the
-        # sublayers. Only the writes of the sublayers are scaled down.
+        # The first site writes the embedding, which is not scaled down like the outputs of
+        # sublayers.
         scale = jnp.where(place.index == 0, 1.0, storage_scale(config.num_sublayers))
         writes, reads = count(place.writes), count(place.reads)
         scale *= key_init_scale(config, writes, writes=True)
@@ -154,13 +155,12 @@ class Store(nnx.Module):
         if positions.shape[0] > 1 or "key" in sharding.token_axes():
             positions = sharding.gather(positions, "key", axis=0)
         empty = jnp.zeros((*positions.shape[:2], *shape[2:]), tokens.dtype)
-        # This write runs once per step, usually for one row of positions that all texts share, so a
-        # kernel would save no time.
+        # This write happens once per step and is usually small, so a kernel would save no time.
         written = pallas_kernels.store(
             empty, self.position_keys[...], positions, implementation="xla"
         )
-        # Broadcasting happens with tokens as the last axis, which is the layout of the residual on
-        # TPUs. The backward pass then sums the residual's gradient before it transposes the sum.
+        # On TPUs, tokens are the last axis of the residual. Broadcasting in this layout lets the
+        # backward pass sum the residual's gradient before it transposes the sum.
         rows, *own = shape
         last = jnp.broadcast_to(jnp.moveaxis(written, 1, -1), (rows, *own[1:], seq))
         return jnp.moveaxis(last, -1, 1), tokens
@@ -249,10 +249,10 @@ class Store(nnx.Module):
         writer: Float[Array, "R local_D_k"],
         d_residual: Float[Array, "key_batch seq local_D_k D_v"],
     ) -> tuple[Float[Array, "batch seq R D_v"], Float[Array, "R local_D_k"]]:
-        """Compute the cotangents `dy = w dX`, and `dw = y dX^T` summed over tokens.
+        """Return the cotangents of y and w for the write `X + w^T y`.
 
-        They are the cotangents of the arguments of the write `X + w^T y`, with X the residual, y an
-        output and w the writer.
+        They are `dy = w dX`, and `dw = y dX^T` summed over tokens. X is the residual, y an output
+        and w the writer.
         """
         d_writer, d_y = pallas_kernels.store_backward(writer, y, d_residual, key_axis=_key_axis())
         return d_y, d_writer
@@ -345,7 +345,7 @@ class Store(nnx.Module):
         dict[str, Array],
         Read | None,
     ]:
-        """Run `add_and_read` backwards, starting from the residual that it returned.
+        """Run `add_and_read` backwards from the residual that it returned.
 
         Returns:
           The residual before `add_and_read`; the cotangents of that residual, of y and of the

@@ -10,9 +10,9 @@ computes the weights of each token from X_i:
     X_{i+1} = H + core(norm(H))
 
 The unembedding reads a single weighted sum of X_0 to X_L, with the way r. Layer 1 reads X_0 alone.
-For s sums of i + 1 outputs, the network has `n = s (i + 1)` hidden units, so W_1 is [D, n] and W_2
-is [n, n]; its rmsnorm has no gain. W_2 starts at zero, and the static weights a_i start at 1 for
-j = i and at 0 elsewhere. The model therefore starts as one with the standard residual. With a
+For s sums of i + 1 outputs, the network has `n = s (i + 1)` hidden units. W_1 is [D, n] and W_2 is
+[n, n]. The network's rmsnorm has no gain. W_2 starts at zero, and the static weights a_i start at 1
+for j = i and at 0 elsewhere. The model therefore starts as one with the standard residual. With a
 single way and without W_1 and W_2, the equations are those of DenseFormer (`dense`).
 
 A site has one norm gain for the three inputs of attention. Options of the published code are left
@@ -20,10 +20,9 @@ out: three gains, more hidden units in the networks, and feed-forward layers tha
 GELU uses the tanh approximation. With a matrix store, X_i and the sums are matrices `D_k x D_v`,
 and W_1 is [D_k, D_v, n].
 
-The code of attention does not depend on the four ways. In both stores a site reads all queries,
-then all keys, then all values of a core, and `Store.read_groups` reads each of these groups from
-its own sum. The cores MLA and KDA also read the whole residual, for which the equations have no
-sum, so a config with them is refused.
+The code of attention does not depend on the four ways. `Store.read_groups` reads the queries, keys
+and values of a core from three different sums. The cores MLA and KDA also read the whole residual.
+The equations have no sum for it, so these cores are not supported.
 """
 
 import math
@@ -97,7 +96,7 @@ class Connections(nnx.Module):
     def packed(self, sources: int) -> Float[Array, " size"]:
         """Return all parameters in one vector, padded with zeros to `sources` sources.
 
-        The additional hidden units and sources of the network have no effect.
+        The padding has no effect on the result.
         """
         fewer = (0, sources - self.static.shape[1])
         units = (0, len(WAYS) * fewer[1])
@@ -133,9 +132,8 @@ class Mudd(LayerBank):
     def grouping(self, first: int, period: int, repeat: int) -> Grouping:
         """Return groups of one period each.
 
-        The weights of a layer depend on the output of the layer before, so one pass over the bank
-        cannot compute the sums of several layers. In larger groups, layers would only have to read
-        their group's own rows too.
+        The weights of a layer depend on the output of the layer before. One pass over the bank
+        therefore cannot compute the sums of several layers, and larger groups would save nothing.
         """
         return Grouping(1, False, False, lambda sublayers: sublayers // 2)
 
@@ -294,11 +292,11 @@ def _sums(
     rows: Float[Array, "rows batch seq *shape"],
     active: Bool[Array, " rows"],
 ) -> list[Float[Array, "batch seq *shape"]]:
-    """Return, for each way, the weighted sum of the active rows, in the dtype of the weights.
+    """Return a weighted sum of the active rows for each way, in the dtype of the weights.
 
     Rows after the last one with a weight are not read.
     """
-    # The terms are added one by one, which on a CPU is faster than a sum over a stacked array.
+    # Adding terms one by one is faster on a CPU than a sum over a stacked array.
     sums = [0] * len(weights)
     for j in range(weights.shape[1]):
         row = jnp.where(active[j], rows[j], 0).astype(weights.dtype)

@@ -1,4 +1,4 @@
-"""The place of a site in a model, with the inputs and outputs of the sublayers on its two sides."""
+"""The place of a site in a model."""
 
 from typing import NamedTuple
 
@@ -12,8 +12,8 @@ class Place(NamedTuple):
 
     Attributes:
       index: the number of sublayers before the site; inside a stack it is a traced value.
-      within: the number of sublayers before the site within its layer of two: 0 at the start of a
-        layer, 1 between its two sublayers.
+      within: 0 if the site is at the start of a layer, and 1 if it is between a layer's two
+        sublayers.
       writes: the port of the core before the site, or of the embedding.
       reads: the port of the core after the site, or of the unembedding.
       last: whether the site is the one before the unembedding.

@@ -20,8 +20,7 @@ from pallas_kernels import StackSlice, Statistics
 from rmt_tpu.layers.data_vectors import Read
 from rmt_tpu.layers.stacks import Index
 
-# A row of a bank has one residual per token, such as the sum of the outputs of a few sublayers. A
-# bank is a stack of rows.
+# A bank is a stack of rows. A row has one residual per token, such as the sum of a few outputs.
 Row = Float[Array, "batch seq *shape"]
 Bank = Float[Array, "_ batch seq *shape"]
 # In shapes, `seq` counts a device's own tokens. For an output with heads, `seq_or_gathered` counts
@@ -112,8 +111,8 @@ class Store(Protocol):
         softmax is given. If `active`, it also attends to the running sum of the current block.
 
         Args:
-          sealed: the softmax-weighted means of the sealed rows for all sites, this site's
-            log-sum-exp over the sealed rows, and this site's index among the sites.
+          sealed: three values: for all sites, the softmax-weighted means of the sealed rows; this
+            site's log-sum-exp over these rows; and this site's index.
           current: the running sum.
           query: the site's query, shaped like a row.
           site: the site with the parameters of the norm and of the read.
@@ -121,8 +120,8 @@ class Store(Protocol):
           epsilon: the epsilon of the norm that is applied to the keys of attention over depth.
 
         Returns:
-          The means and the running sum, which later sites use in place of the arguments (see
-          `pallas_kernels.depth_attention_merge`), and the input of the next core.
+          The means and the running sum, which later sites must use in place of the arguments; and
+          the input of the next core.
         """
 
 
@@ -302,11 +301,11 @@ class Grouping(NamedTuple):
 
     Attributes:
       layers: the number of layers per group; the last group may have fewer layers.
-      closed: whether each group is exactly one block of sublayers, so that the running sum of
-        outputs starts empty and is a complete row at the end.
+      closed: whether each group is exactly one block. Its running sum of outputs then starts empty
+        and ends as a complete row.
       open: whether a group may start or end with a running sum that is not empty.
-      rows: a function from a group's number of sublayers to the number of the bank's rows that the
-        group writes, which start at `first_row`. A closed group writes 1 row.
+      rows: a function that returns how many rows of the bank a group writes, given the group's
+        number of sublayers. The rows start at `first_row`. A closed group writes one row.
     """
 
     layers: int
@@ -350,7 +349,8 @@ class DepthWeights:
         unembedding ("U").
       sources: the names of the outputs that are read: the embedding ("E"), and sublayers, blocks or
         layers.
-      mean: the mean weight per reader and output; None if the reader cannot read the output.
+      mean: the mean weight of each output for each reader; None if the reader cannot read the
+        output.
       signed: whether weights may be negative.
     """
 
@@ -413,8 +413,8 @@ class BankMixer(Protocol):
     def empty_cotangent(self, prior: Any) -> Any:
         """Return the initial cotangent of the result of phase one, before any site's backward pass.
 
-        Arrays to which every site adds must be zeros. Arrays in which each slice is written by
-        exactly one site (see `layers.stacks.slice_once`) may be uninitialised.
+        Arrays to which every site adds must be zeros. Arrays in which exactly one site writes each
+        slice may be uninitialised.
         """
 
     def prior_backward(
@@ -513,8 +513,8 @@ class StackedScores(Protocol):
     def decode_params(
         self, store: Store, scores: Float[Array, "repeat period *scored"], stack: nnx.List
     ) -> tuple[Array, ...]:
-        """Return the parameters for `read`, stacked over layers, of each site in a stack's period.
+        """Return the parameters for `read` in decode steps, for each site in a stack's period.
 
-        If the result is (), `read` receives a site's entry of `scores`, as in training. Otherwise
-        `read` receives, in place of that entry, a `StackSlice` of the site's stacked parameters.
+        The parameters of a site are stacked over layers, and `read` receives a `StackSlice` of
+        them. If the result is (), `read` receives a site's entry of `scores`, as in training.
         """

@@ -1,7 +1,6 @@
 """Learned scalars on the standard residual, and the value residual of attention.
 
-Two options, each of which can be used alone, change the standard residual h of a model with layers
-l:
+Two options change the standard residual h of a model with layers l. Each can be used alone:
 
     scalars    h <- a_l h + b_l x_0             before the two sublayers of layer l
     values     V_l <- l1_l V_1 + l2_l V_l       in every attention sublayer after the first
@@ -15,14 +14,12 @@ The value residual is that of Zhou et al. (2024, arXiv 2410.17897), with learned
 that start at 0.5 each. The scalars a and b are those of modded-nanogpt (Jordan et al. 2024) and
 nanochat (Karpathy 2025), where a starts at 1 or slightly above, and b between 0 and 0.1. The
 learning rate of a is 0.01 of that of b. Here all factors are float32 numbers. By default they start
-at a = 1, b = 0, l1 = 0 and l2 = 1, and the model starts as one with the standard residual. The
-learning rate of a follows from the project's rule for rates over depth; `train.depth_rate=0.01`
-gives the same ratio of 0.01.
+at a = 1, b = 0, l1 = 0 and l2 = 1, and the model starts as one with the standard residual.
+`train.depth_rate=0.01` gives the same ratio of the learning rates.
 
-The code of a core does not depend on the value residual. In both stores a site reads all queries,
-then all keys, then all values of a core, before positions are applied. The mixer therefore replaces
-the last vectors that the site has read. The layers pass on x_0 and V_1 together with the residual.
-A schedule that saves the state before each layer therefore also saves these two arrays.
+The code of a core does not depend on the value residual. The values are the last vectors that a
+site reads for a core, and the mixer replaces them. The layers pass on x_0 and V_1 together with the
+residual, so a schedule that saves the state before each layer also saves these two arrays.
 """
 
 from typing import NamedTuple
@@ -38,8 +35,8 @@ from rmt_tpu.layers.data_vectors import HeadsLayout, Read
 from rmt_tpu.residual.place import Place
 from rmt_tpu.residual.protocols import Index, Row, Store, Written
 
-# The values that a device reads. If devices divide the heads that they read, `gathered` counts the
-# tokens of all these devices; otherwise it counts the device's own tokens.
+# The values that a device reads. `gathered` counts the tokens of all devices that divide the heads
+# among them, or the device's own tokens if heads are not divided.
 Values = Float[Array, "batch gathered value_heads head_dim"]
 
 

@@ -28,8 +28,8 @@ from rmt_tpu.residual.whole_tiles import tiles
 class Site(nnx.Module):
     """The parameters that write one sublayer's output and read the next sublayer's input.
 
-    Heads and head size share one axis in the matrices: if heads of size 64 were the last axis, a
-    TPU would pad each row of 64 to 128.
+    Heads and head size share one axis in the matrices. Otherwise, a TPU would pad heads of size 64
+    to 128.
 
     Attributes:
       write: W_O [H * D_h, D] after a core with heads; None if the vector is written directly.
@@ -208,8 +208,8 @@ class Store(nnx.Module):
             epsilon=epsilon,
             norm_epsilon=self.tiles.epsilon(self.epsilon),
         )
-        # The kernel's result z has a single token axis. Without the barrier, XLA would use a single
-        # token axis in the products with z too, and would have to transpose the other factors.
+        # Without the barrier, XLA would keep the kernel's single token axis in the products with z,
+        # and would have to transpose the other factors.
         z = jax.lax.optimization_barrier(z)
         z = z[..., : self.tiles.size].astype(self.compute_dtype)
         return mixed, current, self.project(_plus_bias(z, site), site)

@@ -1,9 +1,9 @@
 """Padding of a bank's vectors to whole TPU tiles, so that kernels can read them without a copy.
 
 A bank is the stack of vectors that attention over depth reads. A vector of D numbers is padded with
-zeros at the end to W numbers, the next multiple of 128. TPU memory and matrix products use tiles of
-128 numbers in any case, and without the padding every kernel would work on a copy of its operands.
-If mean squares are computed over W instead of D numbers,
+zeros at the end to W numbers, the next multiple of 128. A TPU stores tiles of 128 numbers in any
+case. Without the padding, every kernel would work on a padded copy of its operands. If mean squares
+are computed over W instead of D numbers,
 
     <query, v> / sqrt(|v|^2 / D + epsilon) = <r query, v> / sqrt(|v|^2 / W + r^2 epsilon)
 

@@ -10,13 +10,13 @@ All streams start as the embedding, and the unembedding reads their mean. Each s
 
 - the read weights r_i, which start at 1 / K;
 - the write weights `w_i = 2 sigmoid(beta_i)`. The beta_i start in equal steps from -s to s, so that
-  the streams differ from the start and the mean of the w_i is 1;
+  the streams differ. The mean of the w_i starts at 1;
 - the shares that streams keep, `rho_i = 1 - c sigmoid(logit_i)`, which start at 0.999. A site
   forgets at most the share c of a stream. With c = 0 streams forget nothing, and rho_i is 1.
 
 With c = 0, the mean of the streams starts as the standard residual, so the model starts as one with
 that residual. The source gives K, c and the initial value of rho_i only in an example. It does not
-give s or the form of rho_i, which are our choice. All of these weights learn at the rate of the
+give s or the form of rho_i, which are our choice. The learning rate of these weights is that of the
 model's other gains.
 """
 
@@ -67,8 +67,7 @@ class WideMix(nnx.Module):
         learned = lambda x: nnx.Param(jnp.asarray(x, jnp.float32), role="gain", axes=("stream",))
         self.most = most
         self.read = learned(np.full(count, 1 / count))
-        # A single stream has the logit 0 and so the write weight 1, as does the middle stream of
-        # several.
+        # A single stream has the logit 0, and so the write weight 1.
         self.write_logits = learned(config.spread * np.linspace(-1, 1, count) * (count > 1))
         # At initialisation, a stream forgets the share `most * sigmoid(first)`, which is set here.
         first = np.log(_FORGOTTEN_AT_FIRST / (most - _FORGOTTEN_AT_FIRST)) if most else None

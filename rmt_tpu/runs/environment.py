@@ -50,7 +50,7 @@ def code(root: Path) -> dict[str, Any]:
       root: the folder that has the package `rmt_tpu`.
     """
     # Without .git in `root`, this code is an installed package. A git repository in a parent folder
-    # is then the user's, and not this project's.
+    # belongs to the user.
     if (root / ".git").exists():
         return {"code": "checkout", "git_commit": _commit(root)}
     try:

@@ -14,8 +14,7 @@ the function unchanged:
 
     w' = [w, w A^T]    r' = [r, 0]    gain' = [gain, 1]    query' = [query, 0]
 
-Such an A exists only for J >= K: `||A X||^2` must be the same multiple of `||X||^2` for every X, so
-A has rank K.
+Such an A exists only for J >= K, because its columns are orthogonal.
 
 The model learns to use the new slots from the first step onwards. In the new slots, the gradient of
 r' is the gradient of the read vectors times the normed `A X`. It is as large as in the old slots.
@@ -25,10 +24,10 @@ Adam's moments for new entries are initialised as follows:
 
 - The first moment is 0, because no gradient has acted on the entry yet. The alternative `mu A^T`
   for w' would be the gradient through reads that the new slots do not have.
-- The second moment is `nu (A * A)^T`, a weighted mean of the second moments of the old slots, whose
-  weights sum to 1 on average. It is the expected square of `A g` for a gradient g. If it were 0,
-  any gradient, however small, would cause updates as large as the learning rate. They could even be
-  `(1 - b1) / sqrt(1 - b2)` times as large, because Adam's step count continues from the run.
+- The second moment is `nu (A * A)^T`, where nu are the second moments of the old slots. It is the
+  expected square of `A g` for a gradient g. If it were 0, any gradient, however small, would cause
+  updates as large as the learning rate. They could even be `(1 - b1) / sqrt(1 - b2)` times as
+  large, because Adam's step count continues from the run.
 
 If depth attention splits the residual into `num_heads` parts, each part grows separately, with the
 matrix A for its size.
@@ -49,9 +48,9 @@ from rmt_tpu.errors import UsageError
 
 SlotContent = Literal["turned", "zeros", "ones"]
 
-# Maps the name of each parameter with axes of size D_k to these axes, as negative indices, and to
-# the content of the new slots along these axes. The new slots contain zeros, ones, or ("turned")
-# the old slots times the matrix A.
+# This dict has the parameters with axes of size D_k. A value has these axes, as negative indices,
+# and the content of the new slots along them: "zeros", "ones", or the old slots times the matrix A
+# ("turned").
 KEY_AXES: dict[str, tuple[tuple[int, ...], SlotContent]] = {
     "store_keys": ((-1,), "turned"),
     "position_keys": ((-1,), "turned"),
@@ -100,10 +99,10 @@ def restore_grown(
 ) -> tuple[int, Any, dict]:
     """Restore a checkpoint as `Checkpointer.restore` does, growing it if its D_k is smaller.
 
-    Every process reads each array with an axis of size D_k as a whole, grows it on its host, and
-    puts shards of it on its devices. These arrays are small compared with the others, which are
-    read as usual, so the meshes of the checkpoint and of `like` may differ. The D_k of a checkpoint
-    is derived from its arrays, so a folder may have checkpoints from before and after a growth.
+    Every process reads the whole of each array with an axis of size D_k, grows it on its host, and
+    puts shards of it on its devices. These arrays are small. Other arrays are read as usual. The
+    meshes of the checkpoint and of `like` may differ. A folder may have checkpoints from before and
+    after a growth.
 
     Args:
       checkpoints: the run's checkpoints.
@@ -147,9 +146,9 @@ def key_dim(stored: Mapping[str, StoredArray]) -> int | None:
 def growth_matrix(slots: int, new: int) -> Float[np.ndarray, "new slots"]:
     """Return the matrix A for K = `slots` and J = `new` in float64; it depends only on the sizes.
 
-    A maps the all-ones vector to the all-ones vector, and vectors orthogonal to it to vectors
-    orthogonal to it: `A = 1 1^T / K + sqrt(J / K) Q P^T`, where `Q [J, K - 1]` and `P [K, K - 1]`
-    have orthonormal columns whose entries sum to 0.
+    A maps the vector of ones to the vector of ones, and a vector whose entries sum to 0 to another
+    such vector: `A = 1 1^T / K + sqrt(J / K) Q P^T`, where `Q [J, K - 1]` and `P [K, K - 1]` have
+    orthonormal columns whose entries sum to 0.
     """
     rng = np.random.default_rng((slots, new))
 
@@ -180,8 +179,8 @@ class _Slots:
     def leaf_before_growth(self, path: Sequence[Any], leaf: Any) -> Any:
         """Return the array that must be restored before a leaf of the grown model can be computed.
 
-        If the leaf has an axis of size D_k, the result is a numpy array with the old D_k; otherwise
-        it is the leaf.
+        For a leaf with an axis of size D_k, this is a numpy array with the old D_k. Other leaves
+        are returned unchanged.
         """
         if not _has_key_axis(path):
             return leaf
@@ -189,7 +188,7 @@ class _Slots:
         shape = list(self._split_projection_axes(path, leaf.shape, self.new_size))
         for axis in axes:
             shape[axis] = self.size
-        # Only the shape and dtype are used, so a broadcast of a single zero saves memory.
+        # Only the shape and dtype are used, so a broadcast zero is enough.
         return np.broadcast_to(np.zeros((), leaf.dtype), self._merge_projection_axes(path, shape))
 
     def grow_leaf(self, path: Sequence[Any], x: Any) -> Any:
