@@ -53,10 +53,10 @@ class Decoder(nnx.Module):
     Raises:
       TypeError: `config` or `rngs` has the wrong type.
 
-    The parameters of a stack have a leading axis, one entry per layer, and a scan runs over this
-    axis. The random key of a weight depends only on the seed, the number of its sublayer and its
-    name (`layers.parameters.Seed`). Two models with the same seed therefore have the same initial
-    values in all weights that both have.
+    A scan runs over the layers of a stack. The stack's parameters have a leading axis with one
+    entry per layer. The random key of a weight depends only on the seed, the number of its sublayer
+    and its name (`layers.parameters.Seed`). Two models with the same seed therefore have the same
+    initial values in all weights that both have.
     """
 
     def __init__(self, config: cfg.ModelConfig, *, rngs: nnx.Rngs):

@@ -172,8 +172,9 @@ class WideStreams(System):
 
     Attributes:
       streams: number of residuals (K).
-      spread: initial spread of the write weights (s). A weight is `2 sigmoid(beta)`, and the
-        streams' beta go from -s to s in equal steps. The default 1 gives weights from 0.54 to 1.46.
+      spread: initial spread of the write weights (s). A weight is `2 sigmoid(beta)`, and the values
+        of beta go from -s for the first stream to s for the last, in equal steps. The default 1
+        gives weights from 0.54 to 1.46.
       forget: the largest share of a stream that can be forgotten before a sublayer writes to it
         (c). With 0, nothing is forgotten; other values must be at least 0.002.
     """
@@ -266,7 +267,7 @@ class ResidualScalars(System):
 
     @property
     def _changed_factors(self) -> list[str]:
-        """The factors that affect a new model, each with its initial value, like "name=0.5"."""
+        """The factors with initial values that have an effect, as texts like "name=0.5"."""
         of_plain = {"residual_scale": 1.0, "embedding_scale": 0.0} if self.scalars else {}
         of_plain |= {"first_value_scale": 0.0, "value_scale": 1.0} if self.values else {}
         own = {name: getattr(self, name) for name in of_plain}

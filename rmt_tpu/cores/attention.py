@@ -318,10 +318,11 @@ class Attention(Core):
         return tuple(axis for axis in self.layout.divided if axis != self._ring)
 
     def _to_heads(self, x, groups=1):
-        """Exchange all heads of this device's tokens for this device's heads of all tokens.
+        """Exchange heads for tokens between devices.
 
-        `groups` is the number of equal groups of heads in x, such as 3 for queries, keys and
-        values. Each device receives its share of every group.
+        The input has all heads for this device's tokens. The result has this device's heads for all
+        tokens. The heads form `groups` equal groups, such as 3 for queries, keys and values, and
+        each device gets its share of every group.
         """
         if sharding.axis_size(self._swapped) == 1:
             return x
@@ -330,7 +331,7 @@ class Attention(Core):
         return x.reshape(*x.shape[:2], -1, x.shape[-1])
 
     def _to_tokens(self, y):
-        """Exchange this device's heads of all tokens for all heads of this device's tokens."""
+        """Undo `_to_heads`: return all heads for this device's tokens."""
         return sharding.swap(y, self._swapped, split=1, join=2)
 
     def _pack(self, z, context):
@@ -417,7 +418,7 @@ class Attention(Core):
         return jnp.einsum("bhnm,bmhd->bnhd", weights.astype(v.dtype), v)
 
     def _attend_one_query(self, q, k, v, groups, index, query_positions, key_positions, mask):
-        """Attend with one query per row to cached keys and values, whose heads share one axis.
+        """Attend with one query per row to cached keys and values, whose heads are concatenated.
 
         Each query is padded with zeros to the size of all heads. One matrix product then covers all
         heads. This needs more arithmetic than a product per head, but saves a copy of the keys to a
@@ -433,8 +434,8 @@ class Attention(Core):
         weights = self._softmax(logits, index, query_positions, key_positions, mask)
         y = jnp.einsum("bhm,bmw->bhw", weights[:, :, 0].astype(v.dtype), v)
         if used < v.shape[-1]:
-            # Remove the padding from y. Without the barrier, XLA would remove it from the cached
-            # values of all tokens instead, which copies all values.
+            # Remove the padding from y. Without the barrier, XLA would instead remove it from the
+            # cached values, which copies all of them.
             y = jax.lax.optimization_barrier(y)
         y = y[..., :used].reshape(batch, groups, -1, groups, size)
         y = jnp.einsum("bgefd,gf->bged", y, own_group)

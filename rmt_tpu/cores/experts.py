@@ -346,8 +346,8 @@ def _balancing_bias(seen: Float[Array, "experts bins"], share: float) -> Float[A
     # This is the share of tokens at or above the lower edge of each bin.
     above = jnp.cumsum(seen[:, ::-1], axis=1)[:, ::-1]
     target_share = share * above[:, :1]
-    # The threshold is in the highest bin with at least the target share of tokens at or above
-    # its lower edge. The threshold's position within the bin is interpolated.
+    # The threshold is in the highest bin for which this share is at least the target. Its position
+    # in the bin is interpolated.
     at = jnp.sum(above >= target_share, axis=1, keepdims=True) - 1
     at_bin = lambda x: jnp.take_along_axis(x, at, axis=1)
     within = (at_bin(above) - target_share) / jnp.maximum(at_bin(seen), jnp.finfo(seen.dtype).tiny)

@@ -259,7 +259,7 @@ class Kda(Core):
         return sharding.gather(weights.astype(dtype), "fsdp", axis=0)
 
     def _own_part(self, x, axis=0):
-        """Return the part of x, a parameter sharded over `tensor`, for this device's heads."""
+        """Return the part of a parameter x for this device's heads; x is sharded over `tensor`."""
         return sharding.own_part(x[...], other_axes(), axis=axis)
 
     def _own_heads(self, heads):

@@ -236,8 +236,8 @@ class Windows:
         """Return the batch that comes after the first `position` windows of a run.
 
         Epochs follow each other without a gap, so a batch may contain the end of one epoch and the
-        start of the next. The position is the complete state of reading, so a run that resumes with
-        a different batch size neither repeats nor skips a window.
+        start of the next. The position is the complete state of reading. A run that resumes with a
+        different batch size therefore neither repeats nor skips a window.
 
         Args:
           position: number of windows read since the start of the run, 0 or more.
@@ -369,8 +369,8 @@ def cut(text: str, eval_fraction: float) -> tuple[str, str]:
     or a word if possible.
     """
     tail = max(1, int(eval_fraction * len(text)))
-    # Search for the end of a line or a word within the first half of the requested tail. The tail
-    # then has at most the requested length, and at least half of it.
+    # Search for the end of a line or a word in the first half of the requested tail. At least half
+    # of the requested tail then remains.
     at, end = len(text) - tail, len(text) - tail // 2 - 1
     for boundary in "\n", " ":
         if (found := text.find(boundary, at - 1, end)) >= 0:

@@ -120,7 +120,7 @@ class Mixture:
         return batch
 
     def windows_read(self, position: int) -> list[int]:
-        """Return how many windows of each text are among the first `position` of the run."""
+        """Return how many of the first `position` windows of the run come from each text."""
         return self._windows_read(np.array([position], np.int64))[0].tolist()
 
     def _windows_read(
@@ -217,7 +217,7 @@ def only_text(source: str, units: int, checksum: int) -> dict[str, Any]:
 def counts(
     units: tuple[int, ...], positions: Int64[np.ndarray, " rows"]
 ) -> Int64[np.ndarray, "rows texts"]:
-    """Return how many windows of each text are among the first `positions` of the order."""
+    """Return how many of the first `positions` windows come from each text."""
     text, before = order(units)
     periods, within = np.divmod(positions, len(text))
     return periods[:, None] * before[-1] + before[within]

@@ -2,12 +2,11 @@
 
 A part has the tokens of some spans, which are ranges of bytes in the input files.
 
-The content of a part depends only on the text and the arguments of the store. Its files are written
-to a folder that is named after an attempt. The part is valid once its manifest, which is created
-last, names that attempt. Valid parts are therefore complete, no matter how and when a process is
-killed. The name of an attempt is derived from the plan, and each file is written as a whole, with
-bytes that are derived from the text. Therefore several processes may write the same part without
-conflict, and files left by a killed process are overwritten.
+The content of a part depends only on the text and the arguments of the store. An attempt to write a
+part has its own folder. The part is valid once its manifest, which is created last, names the
+attempt. A valid part is therefore complete, even if a process was killed. The name of an attempt
+depends only on the plan and the part, and each file is written as a whole. Several processes may
+therefore write the same part without conflict, and files left by a killed process are overwritten.
 
 The manifest has a digest of the bytes of each span. An existing part is kept only if its spans
 still have the same digests, so that a store never mixes two versions of a file.

@@ -284,7 +284,7 @@ def _share(sizes: list[int], group: ProcessGroup) -> list[int]:
 def _document_to_cut(
     done: list[WrittenPart], eval_fraction: int | float, group: ProcessGroup
 ) -> DocumentCut | None:
-    """Return which document to divide if no whole document is held out, or else None.
+    """Return the document whose tail is held out, or None if whole documents are held out.
 
     The result is the same on all processes.
 

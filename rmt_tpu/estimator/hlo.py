@@ -229,7 +229,7 @@ class Module:
         return next((i for i in inside if i.is_kernel), None)
 
     def trips(self, loop: Instruction) -> int | None:
-        """Return the trip count of a `while` loop from 0 to a constant, or None for other loops."""
+        """Return how often a `while` loop from 0 to a constant runs, or None for other loops."""
         known = _TRIPS.search(loop.attributes)
         if known is not None:
             return int(known.group(1))

@@ -70,8 +70,7 @@ def seconds_in_turn(
 def seconds_of(program: Compiled, arguments: Callable[[], Sequence[Any]]) -> float:
     """Return the seconds that a call takes on the device, measured with the profiler.
 
-    If the profiler records no device, the result is the slope of wall-clock time against the number
-    of calls.
+    If the profiler records no device, the time is that by which wall-clock time grows per call.
     """
     if jax.default_backend() != "cpu" and (busy := _busy_seconds(program, arguments)):
         return busy / _CALLS
