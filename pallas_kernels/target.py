@@ -124,7 +124,7 @@ class Target(NamedTuple):
         return min(self.chip.vmem, _MOST_VMEM) // 64 * 60
 
     def vmem_part(self, mib: int) -> int:
-        """Return `mib` / 60 of `vmem_limit`, in bytes.
+        """Return a VMEM budget in bytes: `mib` / 60 of `vmem_limit`.
 
         On a chip whose limit is 60 MiB, the result is `mib` MiB.
         """

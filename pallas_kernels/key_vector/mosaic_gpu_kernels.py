@@ -75,8 +75,8 @@ def _each_token(sizes, prefetch, body, carry=None):
     """Run `carry = body(slot, t, ahead, carry)` for each token t, and return the last carry.
 
     `prefetch` is a pair (stages, start). `start(slot, t)` starts to copy token t to a slot of the
-    buffers in shared memory. This function starts the copies of the first tokens. For each later
-    token, `body` must call `ahead()`, which starts its copy.
+    buffers in shared memory. This function starts to copy the first tokens. `body` must call
+    `ahead()` once, which starts to copy a later token.
     """
     program, programs = jax.lax.axis_index(PROGRAMS), jax.lax.axis_size(PROGRAMS)
     count = (sizes.T - program + programs - 1) // programs

@@ -24,7 +24,8 @@ from pallas_kernels.key_vector.interface import SiteOperands
 from pallas_kernels.products import dot, dot_rows
 from pallas_kernels.target import target
 
-# Maximum VMEM for a grid step's input and output matrices, in units of 1/60 of the VMEM limit.
+# Maximum VMEM for the input and output matrices of a grid step, as an argument of
+# `Target.vmem_part`.
 _LARGEST = 8
 # Number of tokens per loop iteration. Several tokens hide each other's latency.
 _TOGETHER = 8
@@ -67,9 +68,10 @@ def at_layer(
     parameters.
 
     `size_major` is a pair of booleans, for the data and for the retrieved vectors. True means that
-    the vectors are transposed in memory: [V, R] instead of [R, V], or [V, P] instead of [P, V]. For
-    a single token, the kernel transposes them back, because XLA would need more time for this than
-    the whole kernel. For several tokens, XLA does it, because it copies them in either case.
+    the vectors are transposed in memory: [V, R] instead of [R, V], or [V, P] instead of [P, V]. The
+    kernel transposes the vectors of a single token, because XLA would need more time for this than
+    the whole kernel. XLA transposes the vectors of several tokens, because it copies them in either
+    case.
     """
     size_major = size_major if len(site.residual) == 1 else (False, False)
     residual, store_keys, data, gain, read_keys = site

@@ -22,9 +22,9 @@ from pallas_kernels.call import LANES, round_up, tpu_call
 from pallas_kernels.logits.interface import Logits
 from pallas_kernels.target import target
 
-# `_COLUMNS`: maximum number of columns per block. The other constants are VMEM budgets in units of
-# 1/60 of the VMEM limit: for the block of x (in one buffer), for blocks of the matrix and of the
-# logits (in two buffers each), and for the logits of one matrix product.
+# `_COLUMNS`: maximum number of columns per block. The other constants are VMEM budgets, as
+# arguments of `Target.vmem_part`: for the block of x, for two blocks of the matrix, for two blocks
+# of the logits, and for the logits of one matrix product.
 _COLUMNS, _OF_X, _OF_MATRIX, _OF_LOGITS, _OF_ROWS = 1024, 4, 32, 16, 2
 # `_WIDEST`: maximum width of x; a wider matrix leaves no room in VMEM for a block of its columns.
 # `_LEAST`: minimum number of logits for which the kernel is faster than XLA.

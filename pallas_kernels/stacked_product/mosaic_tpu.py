@@ -24,7 +24,7 @@ MOST_ROWS = 256
 # Large blocks hide the latency of a copy. No copy overlaps with the product of the last block, so a
 # call should have many blocks.
 _BYTES, _STEPS = 3 * 2**20, 4
-# Maximum VMEM for all blocks, in units of 1/60 of the VMEM limit (see `Target.vmem_part`).
+# Maximum VMEM for all blocks, as an argument of `Target.vmem_part`.
 _BUDGET = 50
 
 
