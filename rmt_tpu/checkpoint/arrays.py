@@ -1,4 +1,4 @@
-"""The arrays in a checkpoint: their descriptions and chunks, and how they are read and written."""
+"""Descriptions of the arrays in a checkpoint, and functions that read and write them."""
 
 import contextlib
 import math
@@ -16,16 +16,16 @@ from rmt_tpu import storage
 from rmt_tpu.errors import UsageError
 from rmt_tpu.storage import faults
 
-# Maximum size of a stored chunk in bytes. For a buffer of 32 MB or more, glibc maps fresh pages at
-# every allocation, which would take longer than copying the chunk.
+# Maximum size of a stored chunk in bytes. It is below 32 MB, because glibc maps fresh pages for
+# each larger buffer. That takes longer than copying the chunk.
 CHUNK_BYTES = 16 * 2**20
-# Maximum bytes of concurrent reads or writes: sixteen chunks, enough requests for a remote store.
+# Maximum bytes of concurrent reads or writes. Sixteen requests are enough for a remote store.
 BYTES_IN_FLIGHT = 256 * 2**20
 # On a CPU, JAX uses a numpy array without a copy if its data is aligned to this number of bytes.
 _ALIGNMENT = 64
 
-# Maps each compression to its zarr codecs. zarr applies them after the codec that turns numbers
-# into bytes, and before the checksum.
+# The zarr codecs of each compression. zarr applies them to the bytes of a chunk, before it computes
+# the checksum.
 COMPRESSIONS = {"none": [], "zstd": [{"name": "zstd", "configuration": {"level": 1}}]}
 
 DTYPES = frozenset(
@@ -49,7 +49,8 @@ class StoredArray(NamedTuple):
       shape: shape of the array.
       dtype: dtype of the stored numbers.
       chunk: shape of each chunk.
-      prng: None, or the implementation of a typed PRNG key. The key is stored as its uint32 data.
+      prng: for typed PRNG keys, the name of their implementation; otherwise None. Keys are stored
+        as their uint32 data.
       compression: compression of the chunks.
     """
 
@@ -61,7 +62,7 @@ class StoredArray(NamedTuple):
     compression: str = "none"
 
     def __str__(self) -> str:
-        """Return what must match in a restore: dtype, shape and PRNG, such as `float32[4,8]`."""
+        """Return what a restore compares: dtype, shape and PRNG, such as `float32[4,8]`."""
         prng = f" ({self.prng} key)" if self.prng else ""
         return f"{self.dtype}[{','.join(map(str, self.shape))}]{prng}"
 
@@ -73,8 +74,8 @@ class StoredArray(NamedTuple):
     def fits(self, other: "StoredArray") -> bool:
         """Return whether this array can be restored as `other`.
 
-        Stacked layers of shape [L, ...] and [V, L / V, ...] are considered equal for any V. A
-        pipeline with V virtual stages splits the layer axis in this way.
+        A pipeline with V virtual stages splits the layer axis, so that stacked layers of shape [L,
+        ...] have the shape [V, L / V, ...]. Both shapes fit each other, for any V.
         """
         if str(self) == str(other):
             return True
@@ -84,8 +85,8 @@ class StoredArray(NamedTuple):
         if (ours, theirs) == (1, 1) or min(len(self.shape) - ours, len(other.shape) - theirs) < 0:
             return False
         of_a_layer = tuple(self.shape[ours:])
-        # Two different shapes with two axes do not fit, because they may be [L, size] with
-        # different sizes.
+        # If two shapes with two axes differ, they do not fit. They may be [L, size] with different
+        # sizes.
         if ours == theirs and not of_a_layer:
             return False
         same_count = math.prod(self.shape[:ours]) == math.prod(other.shape[:theirs])
@@ -93,7 +94,7 @@ class StoredArray(NamedTuple):
 
 
 def stack_axes(stored: Sequence[int], wanted: Sequence[int]) -> tuple[int, int]:
-    """Return the numbers of layer axes (1 or 2) in two shapes of the same parameter.
+    """Return how many layer axes, 1 or 2, each of two shapes of a parameter has.
 
     A parameter of stacked layers has the shape [L, ...], or [V, L / V, ...] in a pipeline with V
     virtual stages. If two such shapes differ but have equally many axes, both have two layer axes.
@@ -118,18 +119,19 @@ def zarr_spec(array: StoredArray, parent: dict[str, Any]) -> dict[str, Any]:
             "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": array.chunk}},
             "codecs": codecs,
         },
-        # By default tensorstore does not store chunks of zeros and reads missing chunks as zeros,
-        # so a lost file would go unnoticed.
+        # By default tensorstore stores no chunks of zeros, and reads a missing chunk as zeros. A
+        # lost file would then go unnoticed.
         "store_data_equal_to_fill_value": True,
         "fill_missing_data_reads": False,
     }
 
 
 def named_leaves(tree: Any) -> tuple[dict[str, Any], Any]:
-    """Return the leaves of a tree by name, in tree order, and the structure of the tree.
+    """Return the leaves of a tree by name, and the structure of the tree.
 
     Raises:
-      UsageError: a name is illegal, is not unique, or would lie inside the folder of another array.
+      UsageError: a name is illegal or not unique, or the array would lie inside another array's
+        folder.
     """
     paths, treedef = jax.tree_util.tree_flatten_with_path(tree)
     leaves: dict[str, Any] = {}
@@ -156,7 +158,7 @@ def named_leaves(tree: Any) -> tuple[dict[str, Any], Any]:
 
 
 def describe(name: str, leaf: Any) -> StoredArray:
-    """Return the description of an array, as if it were stored in one chunk.
+    """Return the description of an array, with one chunk for the whole array.
 
     Args:
       name: name of the array.
@@ -172,8 +174,8 @@ def describe(name: str, leaf: Any) -> StoredArray:
     prng = None
 
     def key_data(key: jax.Array) -> jax.Array:
-        # Trace this function, because a ShapeDtypeStruct does not expose which PRNG its keys are
-        # for, but a tracer does.
+        # A tracer shows which PRNG its keys are for, but a ShapeDtypeStruct does not. Therefore
+        # trace this function.
         nonlocal prng
         prng = str(jax.random.key_impl(key))
         return jax.random.key_data(key)
@@ -201,10 +203,10 @@ def to_store(tree: Any, compression: str) -> tuple[dict[str, Any], list[StoredAr
 
 
 def chunk_shape(source: Any) -> tuple[int, ...]:
-    """Return the shape of an array's stored chunks: parts of a shard with at most `CHUNK_BYTES`.
+    """Return the shape of the stored chunks of an array, which have at most `CHUNK_BYTES`.
 
-    A shard is divided into equal parts, so that no chunk overlaps two shards. Otherwise two
-    processes might write to the same chunk, and would have to wait for each other.
+    Each shard is divided into equal chunks. No chunk overlaps two shards, because two processes
+    that write to the same chunk would have to wait for each other.
     """
     sharded = isinstance(source, jax.Array)
     shape = source.sharding.shard_shape(source.shape) if sharded else source.shape
@@ -232,14 +234,14 @@ def slices_of(index: Index) -> tuple[slice, ...]:
 
 
 def own_indices(leaf: Any, shape: Sequence[int]) -> dict[Index, list[jax.Device]]:
-    """Return the distinct pieces of a stored array that the devices of this process need.
+    """Return the pieces of a stored array that the devices of this process need.
 
     Args:
       leaf: the array to restore, or an object with its shape, dtype and sharding.
       shape: the shape of the stored array. For PRNG keys it has one more axis than `leaf`.
 
     Returns:
-      A map from each piece to a list of the devices that need the piece. For a numpy array, the
+      A dict from each distinct piece to the list of devices that need it. For a numpy array, the
       list is empty.
     """
     whole = tuple((0, size) for size in shape)
@@ -289,22 +291,21 @@ def place(leaf: Any, array: StoredArray, pieces: dict[Index, np.ndarray]) -> Any
 
 
 def _sharding(leaf: Any) -> jax.sharding.Sharding | None:
-    # Return None for an array that is not committed to a device, so that the restored array is not
-    # committed either: jit refuses to combine arrays that are committed to different devices.
+    # An array without a committed device must be restored without one. Otherwise jit could refuse
+    # to combine it with arrays on other devices.
     return leaf.sharding if getattr(leaf, "committed", True) else None
 
 
 def in_flight(
     jobs: Iterable[tuple[StoredArray, int, Callable]],
 ) -> Iterator[tuple[StoredArray, Any]]:
-    """Run reads or writes concurrently, with at most BYTES_IN_FLIGHT bytes in progress.
+    """Run reads or writes concurrently, with at most BYTES_IN_FLIGHT bytes at a time.
 
-    A job with more bytes than that runs alone. When the generator ends, even with an error, no job
-    is still in progress.
+    A larger job runs alone. When the generator ends, even with an error, no job is still running.
 
     Args:
-      jobs: for each job its array, its size in bytes, and a function that starts it and returns a
-        future.
+      jobs: the array, the size in bytes, and the function of each job. The function starts the job
+        and returns a future.
 
     Yields:
       The array and the result of each job, in order.
@@ -334,11 +335,12 @@ def in_flight(
 def read(
     stores: Iterable[tuple[StoredArray, Any]], leaves: dict[str, Any]
 ) -> Iterator[tuple[StoredArray, dict[Index, np.ndarray]]]:
-    """Read arrays, and yield each one with the pieces that the devices of this process need.
+    """Read arrays, and yield each one with the pieces that this process needs.
 
     Args:
       stores: the description of each array, with its open TensorStore.
-      leaves: by name, each array to restore, or an object with its shape, dtype and sharding.
+      leaves: a dict from names to the arrays to restore, or to objects with their shapes, dtypes
+        and shardings.
     """
     plans = [(array, store, _ReadPlan.of(leaves[array.name], array)) for array, store in stores]
     parts = (
@@ -359,7 +361,7 @@ def read(
 
 
 class _PendingRead(NamedTuple):
-    """A read in progress, into memory that numpy has allocated.
+    """A read in progress, which fills memory allocated by numpy.
 
     Memory from numpy causes a tenth of the page faults of memory from tensorstore, because numpy
     requests huge pages. The memory is aligned, so that JAX on a CPU can use it for an array without
@@ -388,12 +390,11 @@ class _PendingRead(NamedTuple):
 class _ReadPlan(NamedTuple):
     """A plan for reading the requested pieces of an array.
 
-    The number of virtual pipeline stages, and with it the shape of the layer axes, may differ from
-    those at the time of the save. All layers are then read, and the requested layers are cut out.
-    This costs little, because a chunk may have several layers and is always read as a whole.
+    The saved array may have other layer axes, because it was saved with another number of virtual
+    pipeline stages. All layers are then read, and the requested layers are cut out.
 
     Attributes:
-      pieces: maps each range to read from the stored array to the requested pieces within it.
+      pieces: for each range that is read from the stored array, the requested pieces within it.
       shape: the requested sizes of the layer axes.
       stored_axes: the number of layer axes in the stored array.
     """
@@ -424,7 +425,7 @@ def open_arrays(
     context: ts.Context,
     mode: Literal["create", "write", "read"],
 ) -> list[tuple[StoredArray, ts.TensorStore]]:
-    """Open arrays in a folder, and check that their stored metadata matches their descriptions.
+    """Open arrays in a folder, and check that their metadata matches their descriptions.
 
     Args:
       parent: kvstore spec of the folder.

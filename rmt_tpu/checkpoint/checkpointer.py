@@ -1,19 +1,17 @@
-"""Checkpoints that stay valid if a process is killed at any moment, and detect damaged bytes.
+"""Checkpoints that stay valid if a process is killed, and that detect damaged bytes.
 
     <root>/<step>/<attempt>/arrays/<name...>/   one zarr3 array per leaf, each chunk with a crc32c
     <root>/<step>/<attempt>/manifest.json       names, shapes and dtypes of the arrays, and `meta`
     <root>/<step>/COMMIT                        names the valid attempt; written last, if absent
     <root>/BACK                                 last valid step, while later steps are deleted
 
-A step exists once it has a COMMIT. A save that is killed earlier leaves an attempt that no COMMIT
-names. Nothing reads such an attempt, and a later save deletes it. All access to storage goes
-through `rmt_tpu.storage`.
+A step exists once it has a COMMIT. If a save is killed before that, its attempt is never read, and
+a later save deletes it. All access to storage goes through `rmt_tpu.storage`.
 
 In a run with several processes, all of them call `save` and `restore`, with a root that all can
-access. Each process reads the pieces of arrays that its devices need, and writes a share of the
-pieces that its devices hold. Shares are chosen so that all processes write about the same number of
-bytes. Process 0 does everything else: it creates the arrays, and commits the step after every
-process has written its share.
+access. Each process reads the pieces of arrays that its devices need. It writes some of the pieces
+that its devices hold, so that all processes write about the same number of bytes. Process 0 creates
+the arrays. It commits the step after every process has finished writing.
 """
 
 import itertools
@@ -67,15 +65,14 @@ _SLOW_SECONDS = 60.0  # Number of seconds after which a save is reported as slow
 class Checkpointer:
     """A store of checkpoints, each of which has a pytree of arrays and metadata for one step.
 
-    Only one run should write to a root at a time; any number of programs may read from it. If two
-    processes save the same step anyway, exactly one of them commits it, and the save of the other
-    fails.
+    Only one run should write to a root at a time. Any number of programs may read from it. If two
+    runs save the same step, one of them commits it, and the save of the other fails.
 
-    All methods must be called from the same thread. At exit the interpreter waits for the thread
-    that `begin_save` starts, and reports its error if no method has raised it.
+    All methods must be called from the same thread. `begin_save` starts another thread, for which
+    the interpreter waits before it exits.
 
-    Durability is tensorstore's default (`file_io_sync`): each file is fsynced before its write
-    completes, so COMMIT never reaches the disk before the data that it refers to.
+    As in tensorstore's default (`file_io_sync`), each file is synced to disk before its write
+    completes. COMMIT therefore never reaches the disk before the data.
 
     Attributes:
       root: the folder of all steps.
@@ -98,10 +95,10 @@ class Checkpointer:
           retention: the rules for which committed steps are kept after a save.
           compression: compression of saved arrays, "none" or "zstd". A restore reads the
             compression from the checkpoint.
-          report: a function that is called with one line of text, from any thread; by default it
-            prints to standard error. The lines are about damaged steps that a restore skips, slow
-            saves, and old steps that could not be deleted. At exit, a line reports the error of a
-            save if no method has raised it.
+          report: a function that is called with one line of text, from any thread. By default it
+            prints to standard error. It reports damaged steps that a restore skips, slow saves, and
+            old steps that could not be deleted. At exit, it reports the error of a save if no
+            method has raised it.
 
         Raises:
           UsageError: `root` or `compression` is not legal.
@@ -112,7 +109,7 @@ class Checkpointer:
         self._context = self.root.context()
         self._retention, self._compression = retention, compression
         self._report = report
-        # Maps the step of each damaged checkpoint to the generation number of its COMMIT file.
+        # The generation number of the COMMIT file of each damaged step.
         self._damaged: dict[int, Any] = {}
         self._has_gone_back = False  # Whether this object has completed any interrupted `go_back`.
         self._channel: processes.Channel | None = None
@@ -155,23 +152,22 @@ class Checkpointer:
     ) -> Saved | None:
         """Start saving `tree` and `meta` as `step` in a background thread.
 
-        The method returns once the arrays may be donated or overwritten. Until its part of the
-        arrays is stored, this process holds a copy of it in host memory. On a CPU only arrays that
-        are donated are copied. If an earlier save is still in progress, the method first waits for
-        it.
+        The method first waits for an earlier save that is still in progress. It returns once the
+        arrays may be donated or overwritten. This process keeps a copy of its part of the arrays in
+        host memory until it is stored. On a CPU, only arrays that are donated are copied.
 
         After the step is committed, steps that `retention` does not keep are deleted.
 
         Args:
-          step: number of the step. It must not be committed yet, unless a restore with this object
-            found it damaged; then it is replaced.
+          step: number of the step. It must not be committed yet. A step that this object found
+            damaged in a restore is replaced.
           tree: a pytree of jax or numpy arrays, which may include typed PRNG keys.
           meta: a dict of JSON values. A restore returns tuples as lists and integer keys as
             strings.
           loss: the loss on held-out text, for `retention.best`. A loss that is not finite is
             ignored.
-          before_commit: a function that is called in the thread of process 0 after everything
-            except COMMIT is stored. If it raises an error, the step is not committed.
+          before_commit: a function that process 0 calls in the saving thread just before it writes
+            COMMIT. If it raises an error, the step is not committed.
 
         Returns:
           The result of `wait` for the previous save.
@@ -204,8 +200,8 @@ class Checkpointer:
         sources, arrays = to_store(tree, self._compression)
         manifest = seal(arrays, meta)
         blocks = blocks_of(sources, arrays)
-        # Number communication channels in the main thread. There, all processes start the same
-        # saves in the same order, so they agree on the numbers.
+        # Channels are numbered in the main thread. There all processes start the same saves in the
+        # same order, so they agree on the numbers.
         self._channel = self._channel or processes.Channel(f"checkpoint-{next(_channels)}")
         attempt = Attempt(
             self.root,
@@ -242,8 +238,8 @@ class Checkpointer:
     def go_back(self, step: int) -> None:
         """Make `step` the last step by deleting all later steps.
 
-        In a run with several processes all must call this method. If a process is killed at any
-        moment, readers see either all of the later steps or none.
+        In a run with several processes, all must call this method. Even if a process is killed,
+        readers see either all of the later steps or none.
 
         Raises:
           UsageError: there is no such step.
@@ -288,13 +284,14 @@ class Checkpointer:
     ) -> tuple[int, Any, dict]:
         """Restore a step with the tree structure, shapes, dtypes and shardings of `like`.
 
-        The mesh, the number of processes and the number of virtual pipeline stages may differ from
-        those at the time of the save.
+        The mesh, the number of processes and the number of virtual pipeline stages may have changed
+        since the save.
 
         Args:
-          like: a pytree of arrays or `jax.ShapeDtypeStruct`, or a function that returns such a
-            pytree, given the descriptions of the arrays in the checkpoint by name. Each restored
-            array gets the sharding of its leaf, and is a numpy array if the leaf is one.
+          like: a pytree of arrays or `jax.ShapeDtypeStruct`, or a function that returns one. The
+            function is called with a dict from names to the descriptions of the arrays in the
+            checkpoint. Each restored array gets the sharding of its leaf. It is a numpy array if
+            the leaf is one.
           step: the step to restore; by default the newest undamaged step.
           partial: whether to ignore arrays in the checkpoint that `like` does not have. Otherwise
             they are an error.
@@ -305,17 +302,17 @@ class Checkpointer:
         Raises:
           UsageError: the arrays in the checkpoint do not match `like`, or there is no such step.
           RunError: there is no undamaged checkpoint, or the storage does not answer or refuses
-            access, so that the newest undamaged step is unknown.
+            access.
         """
         self._background.join()
-        # All processes use the list of steps from process 0, because a network file system may show
-        # new files to some hosts earlier than to others.
+        # All processes use the list of steps from process 0. A network file system may show new
+        # files to some hosts later than to others.
         steps = processes.from_first(self.steps(), f"list of checkpoints in {self.root}")
         load = lambda candidate: self._load_together(candidate, like, partial)
         return self._newest(steps, step, load)
 
     def _load_together(self, step: int, like: Any, partial: bool) -> tuple[int, Any, dict]:
-        """Load a step on all processes; if any process finds it damaged, all raise the error."""
+        """Load a step on all processes. If it is damaged on one, all raise the error."""
         self._damaged.pop(step, None)
         commit = None
         try:
@@ -353,7 +350,7 @@ class Checkpointer:
         return self._find(step).arrays
 
     def identity(self, step: int | None = None) -> tuple[int, str]:
-        """Return a step and the name of its attempt folder, which differs between any two saves.
+        """Return a step and the name of its attempt, which is different for every save.
 
         Args:
           step: the step, as for `arrays`.
@@ -396,9 +393,9 @@ class Checkpointer:
     def _newest(self, steps: list[int], step: int | None, look: Callable[[int], Any]) -> Any:
         """Return the result of `look` for `step`, or for the newest step that is not damaged.
 
-        `look` reads a step and raises Fault if it is damaged. If it raises Unavailable, the step
-        cannot be accessed but may be undamaged. In that case this method raises Unavailable too,
-        because falling back to an older step would lose the training in between.
+        `look` reads a step and raises Fault if it is damaged. It raises Unavailable if the step
+        cannot be accessed. The step may then be undamaged, and an older one would lose training.
+        Therefore this method raises Unavailable too.
         """
         if step is not None:
             self._check_step(steps, step)

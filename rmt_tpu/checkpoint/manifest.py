@@ -1,4 +1,4 @@
-"""Encoding and decoding of the two small files in a checkpoint: manifest.json and COMMIT.
+"""Functions that encode and decode two files of a checkpoint, manifest.json and COMMIT.
 
 The files may come from untrusted sources, so their content is checked before it is used.
 """
@@ -14,8 +14,8 @@ from rmt_tpu.checkpoint.arrays import COMPRESSIONS, DTYPES, StoredArray
 from rmt_tpu.errors import UsageError
 from rmt_tpu.storage import Fault
 
-# Version of the checkpoint format. Version 2 changed the order of weights that apply to
-# concatenated data vectors: the axis of a vector's entries is now before the axis of vectors.
+# Version of the checkpoint format. Version 2 changed the weights that apply to concatenated data
+# vectors. In them, the axis over the entries of a vector comes before the axis over vectors.
 # Version 3 introduced compressed arrays.
 FORMAT_VERSION = 3
 
@@ -41,7 +41,7 @@ class Commit(NamedTuple):
     loss: float | None = None
 
     def to_bytes(self) -> bytes:
-        """Encode the content of the COMMIT file as JSON, leaving out a loss that is not finite."""
+        """Encode the content of the COMMIT file as JSON, without a loss that is not finite."""
         finite = self.loss is not None and math.isfinite(self.loss)
         loss = {"loss": self.loss} if finite else {}
         return json.dumps({"attempt": self.attempt, **loss}).encode()
@@ -69,8 +69,8 @@ def seal(arrays: list[StoredArray], meta: dict) -> bytes:
       UsageError: `meta` is not JSON.
     """
     try:
-        # Convert `meta` to JSON and back, so that the checksum covers the values that a reader
-        # gets, such as lists in place of tuples.
+        # Convert `meta` to JSON and back. The checksum must cover what a reader gets, such as lists
+        # in place of tuples.
         meta = json.loads(json.dumps(meta, allow_nan=False))
     except (TypeError, ValueError, RecursionError) as error:
         raise UsageError(f"a checkpoint's meta must be JSON: {error}") from None
@@ -83,7 +83,7 @@ def seal(arrays: list[StoredArray], meta: dict) -> bytes:
 
 
 def unseal(manifest: bytes) -> tuple[dict[str, StoredArray], dict]:
-    """Decode a manifest; return the descriptions of its arrays by name, and its metadata.
+    """Decode a manifest into the descriptions of its arrays, by name, and its metadata.
 
     Raises:
       Fault: the manifest is damaged, or its content is impossible.
@@ -107,7 +107,7 @@ def unseal(manifest: bytes) -> tuple[dict[str, StoredArray], dict]:
 
 
 def _array(entry: dict) -> StoredArray:
-    """Return the description of an array in a manifest's entry, after checking its fields.
+    """Return the description of an array from an entry of a manifest, and check its fields.
 
     Raises:
       Fault: the entry describes an array that this program would never write.
@@ -134,8 +134,7 @@ def _array(entry: dict) -> StoredArray:
         and len(shape) == len(chunk) <= _MOST_AXES
         and all(type(size) is int and 0 <= size < _LARGEST for size in sizes)
         and 16 * math.prod(shape) < _LARGEST
-        # A chunk must not exceed the array, so that a damaged manifest cannot request more memory
-        # than the array needs.
+        # If a chunk were larger than the array, a damaged manifest could request too much memory.
         and all(1 <= part <= max(size, 1) for size, part in zip(shape, chunk, strict=True))
     ):
         raise Fault(f"manifest.json: array {name} has an impossible shape or chunk")

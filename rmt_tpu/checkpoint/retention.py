@@ -11,13 +11,13 @@ from rmt_tpu.storage import Fault, Folder
 
 @dataclasses.dataclass(frozen=True)
 class Retention:
-    """Rules for which committed steps are kept; a step is kept if any rule applies to it.
+    """Rules for which committed steps to keep; one rule is enough to keep a step.
 
     Attributes:
-      last: number of most recent steps to keep; at least 1.
+      last: number of the latest steps to keep; at least 1.
       every: steps divisible by this number are kept; 0 disables the rule.
-      best: number of steps with the lowest loss to keep, among steps that were saved with a loss; 0
-        disables the rule.
+      best: number of steps with the lowest losses to keep; 0 disables the rule. Steps saved without
+        a loss do not count.
     """
 
     last: int = 3
@@ -41,15 +41,15 @@ class Retention:
         retained = set(steps[-self.last :])
         if self.every:
             retained |= {step for step in steps if step % self.every == 0}
-        # Of two steps with equal losses, prefer the later one, which was trained on more tokens.
+        # If losses are equal, prefer the later step, which was trained on more tokens.
         rated = sorted((loss, -step) for step, loss in losses.items() if loss is not None)
         return retained | {-step for _, step in rated[: self.best]}
 
 
 def checkpoint_entries(folder: Folder) -> dict[int, set[str]]:
-    """Return, for each step, the names in the step's folder that belong to a checkpoint.
+    """Return the names of the files and folders of each step's checkpoint.
 
-    Such names are COMMIT and the names of the folders, one per attempt to save the step.
+    They are COMMIT, and one folder per attempt to save the step.
 
     Raises:
       Fault: the folder cannot be listed.
@@ -72,7 +72,7 @@ def _entries(folder: Folder, names: Iterable[str]) -> dict[int, set[str]]:
 
 
 def committed(folder: Folder) -> list[int]:
-    """Return the committed steps in ascending order, without those that `go_back` is deleting.
+    """Return the committed steps in ascending order, except those that `go_back` is deleting.
 
     Raises:
       Fault: the folder cannot be listed, or its BACK file cannot be read.
@@ -83,16 +83,16 @@ def committed(folder: Folder) -> list[int]:
     return sorted(filter(is_one, found))
 
 
-# Name of the file that states the last valid step while the later steps are deleted.
+# The file of this name states the last valid step while later steps are being deleted.
 _BACK = "BACK"
 
 
 def go_back(folder: Folder, step: int) -> None:
     """Make a committed step the last one by deleting all later steps.
 
-    First the file BACK is written, which names the last step, so that the later steps disappear for
-    all readers at the same time. BACK is deleted after the COMMIT files of the later steps. If the
-    process is killed in between, `finish_going_back` completes the deletion.
+    First the file BACK is written, which names the last step. From then on, readers ignore all
+    later steps. BACK is deleted after the COMMIT files of the later steps. If the process is killed
+    before that, `finish_going_back` completes the deletion.
 
     Raises:
       Fault: something cannot be read, written or deleted.
@@ -102,7 +102,7 @@ def go_back(folder: Folder, step: int) -> None:
 
 
 def finish_going_back(folder: Folder) -> None:
-    """Complete a deletion by `go_back` that was interrupted, if there is one.
+    """Complete a deletion by `go_back` if it was interrupted.
 
     Raises:
       Fault: something cannot be read or deleted.
@@ -119,15 +119,14 @@ def finish_going_back(folder: Folder) -> None:
 
 
 def _last_step(folder: Folder, names: list[str]) -> int | None:
-    """Return the step that the file BACK names as the last one; None if there is no such file.
+    """Return the last step according to the file BACK, or None if there is no such file.
 
     Raises:
       Fault: the file BACK is damaged, or cannot be read.
     """
     if _BACK not in names:
         return None
-    # `names` contains the file, but another process may have deleted it since the folder was
-    # listed.
+    # Another process may have deleted the file since the folder was listed.
     if (found := folder.read(_BACK, limit=COMMIT_LIMIT)) is None:
         return None
     try:
@@ -144,16 +143,16 @@ def _is_entry(entry: str) -> bool:
 
 
 def tidy(folder: Folder, saved: int, retention: Retention, damaged: Iterable[int]) -> None:
-    """Delete the steps that the rules do not keep, and attempt folders that no COMMIT file names.
+    """Delete the steps that the rules do not keep, and the folders of failed attempts.
 
-    The step that was just saved is always kept, even if it is lower than other steps.
+    The step that was just saved is always kept.
 
     Args:
       folder: the folder of all steps.
       saved: the step just saved.
       retention: the rules for which steps are kept.
-      damaged: the damaged steps. The rules do not count them, and they are deleted if a later step
-        is kept.
+      damaged: the damaged steps, which the rules do not count. They are deleted if a later step is
+        kept.
 
     Raises:
       Fault: something cannot be read or deleted.
@@ -165,8 +164,8 @@ def tidy(folder: Folder, saved: int, retention: Retention, damaged: Iterable[int
     losses = {step: commit and commit.loss for step, commit in commits.items()}
     undamaged = {step: loss for step, loss in losses.items() if step not in damaged}
     retained = retention.retained_steps(undamaged) | {saved}
-    # Delete nothing in the folder of the step that was just saved, because another process may
-    # still be writing an attempt there.
+    # Another process may still be writing an attempt in the folder of the step that was just saved.
+    # Delete nothing there.
     found.pop(saved, None)
     for step, entries in sorted(found.items()):
         unneeded = entries - {"COMMIT"}
@@ -175,15 +174,15 @@ def tidy(folder: Folder, saved: int, retention: Retention, damaged: Iterable[int
             commit = commits[step]
             unneeded = unneeded - {commit.attempt} if commit else set()
         elif step in commits:
-            # Delete COMMIT first. If the process is killed before the arrays are deleted, the step
-            # is then no longer committed, and no reader finds it incomplete.
+            # Delete COMMIT first. If the process is killed before the arrays are deleted, no reader
+            # finds an incomplete step.
             folder.delete(f"{step}/COMMIT")
         if unneeded or not keep:
             delete_attempts(folder, step, unneeded)
 
 
 def _commit(folder: Folder, step: int) -> Commit | None:
-    """Return the content of a step's COMMIT, or None if it is damaged or was just deleted."""
+    """Return the content of a step's COMMIT, or None if it is damaged or missing."""
     found = folder.read(f"{step}/COMMIT", limit=COMMIT_LIMIT)
     try:
         return found and Commit.from_bytes(found.data)
@@ -192,7 +191,7 @@ def _commit(folder: Folder, step: int) -> Commit | None:
 
 
 def delete_attempts(folder: Folder, step: int, attempts: Iterable[str]) -> None:
-    """Delete the folders of the given attempts, and the step's folder if it is then empty."""
+    """Delete the folders of attempts, and then the step's folder if it is empty."""
     for attempt in attempts:
         folder.delete_folder(f"{step}/{attempt}")
     if not folder.names(str(step)):

@@ -1,4 +1,4 @@
-"""The writing of a checkpoint, in a background thread and by several processes.
+"""Functions that write a checkpoint, in a background thread and with several processes.
 
 The arrays are first copied, so that training can continue. Writing then has three phases, and all
 processes complete a phase before any process starts the next. First, process 0 creates the arrays
@@ -38,7 +38,7 @@ class Saved(NamedTuple):
     Attributes:
       step: the step that was saved.
       num_bytes: total size of all arrays, over all processes and before compression.
-      seconds: time from the call of `begin_save` until the step was committed.
+      seconds: time from the call of `begin_save` to the commit of the step.
       blocked_seconds: time for which `begin_save` blocked its caller.
     """
 
@@ -71,7 +71,7 @@ class Block(NamedTuple):
         return math.prod(s.stop - s.start for s in self.within) * self.values.dtype.itemsize
 
     def cut(self) -> np.ndarray | np.generic | jax.Array:
-        """Return the values of the piece, as a view of host memory or as a copy on the device."""
+        """Return the values of the piece, as a view in host memory or a copy on the device."""
         if self.within is ...:
             return self.values
         (device,) = self.values.devices()
@@ -81,14 +81,14 @@ class Block(NamedTuple):
         return _slice(self.values, starts, tuple(s.stop - s.start for s in self.within))
 
 
-# Trace the start indices, so that one compiled program cuts all pieces of the same size.
+# With traced start indices, one compiled program cuts all pieces of the same size.
 _slice = jax.jit(jax.lax.dynamic_slice, static_argnums=2)
 
 
 def blocks_of(sources: dict[str, Any], arrays: Iterable[StoredArray]) -> deque[Block]:
-    """Return the pieces of arrays that this process writes, each of which lies within one shard.
+    """Return the pieces of arrays that this process writes.
 
-    No other process writes the same numbers.
+    Each piece lies within one shard. No other process writes the same numbers.
 
     Args:
       sources: the arrays, by name.
@@ -121,7 +121,7 @@ def blocks_of(sources: dict[str, Any], arrays: Iterable[StoredArray]) -> deque[B
 
 
 def _own_pieces(source: Any) -> list[tuple[Any, Any]]:
-    """Return the distinct shards, with their indices, of an array that this process has in full."""
+    """Return the distinct shards and their indices, if this process has the whole array."""
     if not isinstance(source, jax.Array):
         return [(..., source)]
     return [(s.index, s.data) for s in source.addressable_shards if s.replica_id == 0]
@@ -130,7 +130,7 @@ def _own_pieces(source: Any) -> list[tuple[Any, Any]]:
 def _shared_blocks(
     sources: dict[str, Any], arrays: list[StoredArray], layouts: tuple[Layout, ...]
 ) -> Iterator[Block]:
-    """Yield this process's share of the pieces of all arrays that span several processes."""
+    """Yield the pieces that this process writes of arrays that span several processes."""
     for position, parts in itertools.groupby(
         parts_of(jax.process_index(), layouts), lambda part: part.array
     ):
@@ -163,12 +163,12 @@ def _host_copy(block: Block) -> np.ndarray | jax.Array:
     if _is_host(device):
         # No copy is needed, because XLA does not donate a buffer that numpy refers to.
         return np.asarray(block.cut())
-    # Start an asynchronous copy to host memory. Even if the array is donated meanwhile, its buffer
-    # is overwritten only after the copy.
+    # Start an asynchronous copy to host memory. If the array is donated meanwhile, its buffer is
+    # not overwritten before the copy is complete.
     pinned = jax.sharding.SingleDeviceSharding(device, memory_kind="pinned_host")
     copy = jax.device_put(block.cut(), pinned, may_alias=False)
-    # A cut piece is a separate array in device memory. Wait until it is copied, so that only one
-    # such array exists at a time.
+    # A cut piece is a new array in device memory. Wait until it is copied, so that there is only
+    # one at a time.
     return copy if block.within is ... else jax.block_until_ready(copy)
 
 
@@ -187,10 +187,9 @@ class Attempt(NamedTuple):
       blocks: the blocks that this process writes; each is released once it is written.
       manifest: the bytes of the step's manifest.
       loss: the loss on held-out text, if it is known.
-      before_commit: a function that process 0 calls after everything except COMMIT is stored, or
-        None.
-      damaged: generation number of the step's COMMIT if that is damaged and may be replaced; None
-        otherwise.
+      before_commit: a function that process 0 calls just before it writes COMMIT, or None.
+      damaged: generation number of a damaged COMMIT of the step, which may be replaced; None if
+        there is none.
       before_begin: a function that process 0 calls before anything is written.
       exchange: the method `processes.Channel.exchange` of a channel that only this thread uses.
     """
@@ -211,7 +210,7 @@ class Attempt(NamedTuple):
         """Save the step in the three phases that the docstring of this module describes.
 
         Raises:
-          RunError: the step is already committed, or something failed on any of the processes.
+          RunError: the step is already committed, or some process failed.
         """
         name = f"attempt-{uuid.uuid4().hex[:16]}"
         first, stores = processes.is_first(), None
@@ -231,8 +230,8 @@ class Attempt(NamedTuple):
                         self.before_commit()
                     commit(self.folder, self.step, Commit(name, self.loss))
         except Exception as error:
-            # The attempt is deleted only after a Fault, on which all processes agree. After other
-            # errors another process may still be writing.
+            # All processes raise a Fault together, so the attempt can be deleted. After other
+            # errors, another process may still be writing.
             if first and isinstance(error, Fault):
                 self._abandon(name)
             line = f"cannot save step {self.step} in {self.folder}: {one_line(error)}"
@@ -247,7 +246,7 @@ class Attempt(NamedTuple):
         """Delete the step's COMMIT if a restore found it damaged.
 
         Raises:
-          Fault: the step has a COMMIT other than the damaged one.
+          Fault: the step has a COMMIT that is not the damaged one.
         """
         path = f"{self.step}/COMMIT"
         found = self.folder.read(path, limit=COMMIT_LIMIT)
@@ -275,7 +274,7 @@ class Attempt(NamedTuple):
         deque(in_flight(jobs()), maxlen=0)  # Run all jobs, and discard their results.
 
     def _abandon(self, attempt: str) -> None:
-        """Delete an attempt's folder if no COMMIT names the attempt, ignoring storage errors."""
+        """Delete the folder of an attempt that is not committed, and ignore storage errors."""
         with contextlib.suppress(Fault):
             found = self.folder.read(f"{self.step}/COMMIT", limit=COMMIT_LIMIT)
             if not found or attempt.encode() not in found.data:
@@ -283,7 +282,7 @@ class Attempt(NamedTuple):
 
 
 def commit(folder: Folder, step: int, content: Commit) -> None:
-    """Commit a step by creating its COMMIT file, which names an attempt.
+    """Commit a step by creating its COMMIT file.
 
     Raises:
       Fault: another writer has committed the step, or the write failed.
@@ -303,21 +302,21 @@ def on_all_processes(
     *,
     faults: type[Exception] = Fault,
 ) -> Iterator[list[str]]:
-    """Run the `with` body on every process; if it fails on one process, all raise the error.
+    """Run the `with` body on every process. If it fails on one, all raise the error.
 
     Args:
       exchange: the method `exchange` of this thread's channel.
       what: a description of the work, for messages.
       message: a short text that this process sends to all others.
-      faults: the exceptions that are sent to the other processes and raised as a Fault. Other
-        exceptions stop only this process.
+      faults: types of exceptions that all processes raise as a Fault. Other exceptions stop only
+        this process.
 
     Yields:
-      A list that is filled with the texts of all processes, in order, after all have finished.
+      A list. It contains the texts of all processes, in order, after all have finished.
 
     Raises:
-      Fault: the body failed on some process. The error is Unavailable if the storage gave no answer
-        on any process that failed.
+      Fault: the body failed on some process. It is Unavailable if every failure was that the
+        storage did not answer.
       RunError: some process did not respond.
     """
     answers, fault, unavailable = [], None, False
@@ -337,9 +336,9 @@ def on_all_processes(
 
 
 class Background(Generic[_T]):
-    """A runner that executes one function at a time in a thread.
+    """A thread that runs one function at a time.
 
-    The interpreter waits for the thread before it exits.
+    The interpreter waits for the function before it exits.
     """
 
     def __init__(self, name: str):
@@ -385,6 +384,6 @@ class Background(Generic[_T]):
         return result
 
     def tell(self, report: Callable[[str], None]) -> None:
-        """Report the error of the function that has completed, if `take` has not raised it."""
+        """Report an error of the completed function that `take` has not raised."""
         if self._error:
             report(one_line(self._error))

@@ -1,8 +1,8 @@
-"""The division of a checkpoint among processes, which all write about the same number of bytes.
+"""Functions that decide which parts of a checkpoint each process writes.
 
-If several processes hold copies of the same numbers, only one of them writes the numbers. The
-choice depends only on the shardings of the arrays, so all processes compute the same result without
-communication.
+All processes write about the same number of bytes. If several processes hold copies of the same
+numbers, only one of them writes these. The choice depends only on the shardings of the arrays, so
+all processes make the same choice without communication.
 """
 
 import heapq
@@ -17,8 +17,8 @@ import jax
 
 from rmt_tpu.checkpoint.arrays import Index, index_of
 
-# A replicated piece that is larger than this fraction of the mean bytes per process is split into
-# chunks. Otherwise one process could write much more than the mean. Smaller pieces are not split,
+# A replicated piece is split into chunks if it is larger than this fraction of the mean bytes per
+# process. Otherwise one process could write much more than the mean. Smaller pieces are not split,
 # because a part of a piece must first be copied on its device.
 _COARSE = 1 / 4
 
@@ -30,8 +30,8 @@ class Layout(NamedTuple):
       shape: shape of the array.
       chunk: shape of the stored chunks. The shard of each device consists of whole chunks.
       item_bytes: number of bytes per number.
-      sharding: sharding over devices. None if every process has the whole array, which the first
-        process then writes.
+      sharding: sharding over devices, or None if every process has the whole array. The first
+        process then writes it.
     """
 
     shape: tuple[int, ...]
@@ -90,14 +90,13 @@ def parts_of(process: int, layouts: tuple[Layout, ...]) -> tuple[Part, ...]:
         for size, holders, copy in copies
         for part in (_chunks(copy, layouts[copy.array].chunk) if size > split_above else [copy])
     ]
-    # Assign the parts with the most copies last, each to the process that then has the fewest
-    # bytes.
+    # Parts with more copies are assigned later. Each goes to the process with the fewest bytes.
     shared.sort(key=lambda each: (len(each[1]), -each[0]))
     heaps: dict[tuple[int, ...], list[tuple[int, int]]] = {}
     for size, holders, part in shared:
         heap = heaps.setdefault(holders, [(0, holder) for holder in holders])
-        # A heap orders processes by the bytes assigned to them. Update the entries of processes
-        # that have since been assigned parts from other heaps.
+        # A heap orders processes by their assigned bytes. Update the entries of processes to which
+        # another heap has assigned parts.
         while heap[0][0] != (now := written[heap[0][1]]):
             heapq.heapreplace(heap, (now, heap[0][1]))
         owner = heap[0][1]
@@ -112,7 +111,7 @@ def _bytes(part: Part, layouts: tuple[Layout, ...]) -> int:
 
 
 def _related_processes(process: int, layouts: tuple[Layout, ...]) -> set[int]:
-    """Return the processes whose assignments affect the assignment of `process`.
+    """Return the processes whose parts affect which parts `process` writes.
 
     These are the processes that hold copies of its pieces, the processes that hold copies of their
     pieces, and so on. On a large mesh they are a small subset.
@@ -135,10 +134,10 @@ def _related_processes(process: int, layouts: tuple[Layout, ...]) -> set[int]:
 def _holders(
     sharding: jax.sharding.Sharding, shape: tuple[int, ...]
 ) -> dict[tuple[int, ...], list[Index]]:
-    """Return the distinct shards of an array, grouped by the set of processes that hold them.
+    """Return the distinct shards of an array, by the processes that hold them.
 
     Returns:
-      A map from the process numbers to the shards, each as an index into the array.
+      A dict from tuples of process numbers to the shards, as indices into the array.
     """
     found: dict[Index, set[int]] = {}
     for device, index in sharding.devices_indices_map(shape).items():

@@ -1,7 +1,7 @@
 """The config of a run, as nested frozen dataclasses.
 
-Some fields allow a choice of components, such as the kind of the residual. Each choice is a class,
-whose attribute `kind` is its name in JSON and on the command line (`--set=model.store=vector`,
+Some fields have a choice of components, such as the kind of the residual. Each choice is a class.
+Its attribute `kind` is its name in JSON and on the command line (`--set=model.store=vector`,
 `--set=model.attention.positions=rope`).
 """
 

@@ -1,10 +1,10 @@
-"""Annotated types that state the legal range of a number, and a base class that checks them.
+"""Types of numbers with a legal range, and a base class that checks the ranges.
 
     @dataclass(frozen=True)
     class Rope(Checked):
         base: Positive = 10_000.0
 
-All ranges are bounded on both sides, so that no number is NaN, infinite, or too large for jax.
+Every range has two ends, which exclude NaN, infinity and numbers that are too large for jax.
 """
 
 import dataclasses
@@ -56,7 +56,7 @@ LogDecay = Annotated[float, Range("at least -100, below 0, like -5", -100, 0, op
 
 
 class Checked:
-    """A base class for dataclasses that checks each number against the Range in its annotation.
+    """A base class of dataclasses whose numbers must be in the Range of their annotation.
 
     None is accepted for every field. The types of the fields are not checked here.
 
@@ -75,7 +75,7 @@ class Checked:
 
 @functools.cache
 def ranges(cls: type) -> dict[str, Range]:
-    """Return the Ranges in the annotations of a dataclass, as a dict from field names to Ranges."""
+    """Return a dict from the field names of a dataclass to the Ranges in their annotations."""
     ranges_by_name: dict[str, Any] = {}
     for field in dataclasses.fields(cls):
         # The Range may belong to the annotation itself, or to a part of it, as in `Size | None`.
