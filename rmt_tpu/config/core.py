@@ -1,4 +1,4 @@
-"""Base classes for the configs of cores, and the ports through which cores access the residual.
+"""Base classes for the configs of cores, and the ports that connect cores to the residual.
 
 A core is the computation of one sublayer, such as attention. A site is the place in the model where
 a core reads its input from the residual and writes its output to it. A port describes the vectors
@@ -13,16 +13,16 @@ from rmt_tpu.errors import UsageError
 
 
 class Port(NamedTuple):
-    """The vectors that a site reads from the residual for a core, or writes to it from a core.
+    """The vectors that a core reads from the residual or writes to it.
 
     Attributes:
-      heads: number of vectors in each group, such as the group of queries, of keys or of values. A
-        vector store projects each group with a matrix. A matrix store has one key vector per
-        vector.
+      heads: number of vectors in each group. The queries form one group, for example, and the keys
+        another. A vector store has one projection matrix per group. A matrix store has one key
+        vector per vector.
       head_dim: size of each vector in these groups.
-      residual: whether the port includes the data vectors, which represent the whole residual: one
-        vector of size D in a vector store, R vectors of size D_v in a matrix store. Without `heads`
-        the port consists of them alone.
+      residual: whether the port includes the data vectors, which represent the whole residual.
+        There is one data vector of size D in a vector store, and there are R of size D_v in a
+        matrix store. Without `heads`, the port has only data vectors.
       normed: whether the residual is normed before it is read.
     """
 
@@ -40,13 +40,13 @@ Normed = Literal["input", "output", "both"]
 class Softmax(NamedTuple):
     """The sizes of a core's softmax attention over all earlier tokens.
 
-    Attention of this kind can be computed by kernels.
+    Kernels can compute such attention.
 
     Attributes:
       heads, kv_heads: number of query heads, and number of key and value heads.
       size, value_size: size of each query and key, and size of each value.
-      alibi: whether logits decrease with the distance between tokens, as in ALiBi.
-      window: the number of tokens that each token attends to, itself included; None means all
+      alibi: whether logits have the biases of ALiBi, which decrease with the distance of tokens.
+      window: the number of tokens that each token attends to, including itself; None means all
         earlier ones.
       cap: the soft cap on logits, or None.
     """
@@ -66,8 +66,8 @@ class Computes(Checked):
     Attributes:
       aux: names of the scalars that the core returns in addition to its output; see
         `rmt_tpu.cores.core`.
-      by_ring: whether the core supports ring attention, so that a sequence can be sharded over
-        more devices than the core has heads.
+      by_ring: whether the core supports ring attention. A sequence can then be sharded over more
+        devices than the core has heads.
     """
 
     aux: ClassVar[tuple[str, ...]] = ()
@@ -125,6 +125,6 @@ class Heads(Computes):
     def divided_heads(self) -> dict[str, int]:
         """The numbers of heads that must be divisible by the number of devices, by config field.
 
-        Devices that share the tokens of a sequence each compute an equal part of the heads.
+        If several devices share a sequence, each computes an equal part of the heads.
         """
         return {"num_heads": self.num_heads}

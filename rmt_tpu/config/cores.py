@@ -35,20 +35,21 @@ class Attention(Heads):
         num_kv_heads` adjacent query heads (grouped queries). None means `num_heads`.
       query_key_norm: whether queries and keys are RMS-normalised with a gain, before RoPE rotates
         them.
-      query_key_norm_over: the vectors that this norm normalises: each "head" separately, with one
-        gain for all heads, or all "heads" of a token as one vector.
+      query_key_norm_over: what this norm normalises. With "head", it normalises each head
+        separately, with the same gain for all heads. With "heads", it normalises all heads of a
+        token as one vector.
       bias: whether queries, keys and values have biases.
       output_bias: whether the output has a bias, a vector of the residual's size.
-      output_gate: whether each head's output is multiplied elementwise by the sigmoid of a gate
-        vector, which is read from the residual like a query (Qiu et al. 2025, Gated Attention for
-        Large Language Models).
+      output_gate: whether each head's output is multiplied elementwise by the sigmoid of a gate.
+        The gate is a vector that is read from the residual like a query (Qiu et al. 2025, Gated
+        Attention for Large Language Models).
       normed: whether the model's norm is applied to the core's "input", its "output", or "both".
       window: the number of tokens to which each token attends: itself and the tokens directly
         before it in its document. None means all earlier tokens. Layers may have different windows.
       scale: factor by which products of queries and keys are multiplied; None means `1 /
         sqrt(head_dim)`, or muP's factor.
-      logit_cap: a soft cap c: each scaled product x of a query and a key becomes `c tanh(x / c)`.
-        On GPUs, plain JAX computes such attention. None means no cap.
+      logit_cap: a soft cap c on logits: each logit x becomes `c tanh(x / c)`. None means no cap. On
+        GPUs, attention with a cap is computed in plain JAX.
 
     With an output bias or an output norm, W_O is a parameter of the core, and the model needs a
     vector store.
@@ -120,7 +121,7 @@ class Attention(Heads):
 
     @property
     def projects(self) -> bool:
-        """Whether the output projection W_O is a parameter of the core, which then applies it."""
+        """Whether the core has and applies the output projection W_O."""
         return self.output_bias or self.normed != "input"
 
     @property
@@ -140,10 +141,10 @@ class Attention(Heads):
         return replace(self, num_kv_heads=math.lcm(self.kv_heads, devices))
 
     def parameters(self, width: int, read_width: int) -> int:
-        """Return the number of entries in gains and biases, and in W_O if the core applies W_O.
+        """Return the number of parameters in gains, biases, and W_O if the core applies it.
 
-        The matrices or key vectors that read queries, keys and values are not counted here, but by
-        the config of the store (the residual).
+        The config of the store counts the matrices or key vectors that read queries, keys and
+        values.
         """
         biases = sum(self.qkv_heads) if self.bias else 0
         of_output = (self.output_bias + (self.normed != "input")) * width
@@ -172,10 +173,11 @@ class FeedForward(Computes):
 
     Attributes:
       hidden_dim: number of hidden neurons.
-      activation: the function f. Without a gate it is gelu ("gelu_exact"), its approximation by
-        tanh ("gelu_tanh"), or `relu(x)^2` ("relu2"). With a gate it is `silu(gate) * up`
-        ("swiglu"), `gelu_tanh(gate) * up` ("geglu"), or SiTU ("situ", see
-        `rmt_tpu.layers.activations`), where W_1 consists of a gate projection and an up projection.
+      activation: the function f. Functions without a gate are gelu ("gelu_exact"), its
+        approximation by tanh ("gelu_tanh"), and `relu(x)^2` ("relu2"). For functions with a gate,
+        W_1 consists of a gate projection and an up projection. They are `silu(gate) * up`
+        ("swiglu"), `gelu_tanh(gate) * up` ("geglu"), and SiTU ("situ", see
+        `rmt_tpu.layers.activations`).
       situ_beta: SiTU's bound b on the gate factor.
       situ_linear_beta: SiTU's bound c on the up factor; None means no bound.
       bias: whether the products with W_1 and W_2 have biases.
@@ -216,7 +218,7 @@ class FeedForward(Computes):
         return {}
 
     def parameters(self, width: int, read_width: int) -> int:
-        """Return the number of parameters: W_1, W_2, biases and the gain of an output norm.
+        """Return the number of parameters in W_1, W_2, biases and the gain of an output norm.
 
         Args:
           width: width of the output.
@@ -241,15 +243,15 @@ class Mla(Heads):
       kv_rank: size of the latent vector from which the keys and values of all heads are computed.
       rope_dim: size of an additional part of each query and key (D_r), to which RoPE applies. All
         heads share the key's additional part.
-      query_rank: size of a latent vector from which the queries are computed; None means that they
-        are computed directly from the input.
+      query_rank: size of the latent vector from which the queries are computed. With None, they are
+        computed from the input.
       positions: whether RoPE rotates the additional parts ("rope").
       scale: factor by which products of queries and keys are multiplied; None means `1 /
         sqrt(head_dim + rope_dim)`, or muP's factor.
       latent_epsilon: the epsilon in the norms of the latent vectors, which is 1e-6 in Kimi Linear
         and DeepSeek-V3; None means the model's `norm_epsilon`.
       output_gate: whether each head's output is multiplied elementwise by the sigmoid of a gate
-        vector, a linear function of the input.
+        vector. The gate is a linear function of the input.
     """
 
     kind: ClassVar[str] = "mla"
@@ -282,7 +284,7 @@ class Mla(Heads):
 
     @property
     def softmax(self) -> Softmax:
-        """The sizes of the softmax over all earlier tokens, after keys and values are expanded."""
+        """The sizes of the softmax attention, with expanded keys and values."""
         return Softmax(self.num_heads, self.num_heads, self.query_dim, self.head_dim)
 
     @property
@@ -318,8 +320,8 @@ class Kda(Heads):
     Attributes:
       conv_size: kernel size, in tokens, of the convolutions over queries, keys and values.
       gate_rank: rank of the matrices that compute decays and output gates; None means `head_dim`.
-      lower_bound: lower bound of the log decays, like -5. With a bound, a log decay is the bound
-        times a sigmoid. Without a bound (None), a log decay is a negative softplus.
+      lower_bound: lower bound of the log decays, like -5, or None. A log decay is the bound times a
+        sigmoid. Without a bound, it is a negative softplus.
       num_key_heads: number of query heads, and of key heads. Each query and key head is shared by
         `num_heads / num_key_heads` adjacent value heads. None means `num_heads`.
       decays: number of decays: one for each channel of each head ("channels"), or one for each head
@@ -371,8 +373,8 @@ class Kda(Heads):
     def reads(self) -> Port:
         """The vectors that the core reads from the residual.
 
-        They are its heads' queries, keys, values and full gates, and all data vectors. The core
-        computes decays, betas and low-rank gates from the data vectors.
+        They are queries, keys, values, full gates and all data vectors. Decays, betas and low-rank
+        gates are computed from the data vectors.
         """
         of_values = (self.num_heads,) * (2 if self.gates == "full" else 1)
         heads = 2 * (self.key_heads,) + of_values
@@ -397,7 +399,7 @@ class Kda(Heads):
 
     @property
     def _channels(self) -> int:
-        """Number of convolved channels: all channels of queries, keys and values."""
+        """Number of channels of queries, keys and values, all of which are convolved."""
         return (2 * self.key_heads + self.num_heads) * self.head_dim
 
     def _weights(self, width: int) -> int:
@@ -412,7 +414,7 @@ Core = Attention | FeedForward | Mla | Kda | Experts
 
 @dataclass(frozen=True)
 class Stack(Checked):
-    """A sequence of sublayers (the period) that is repeated `repeat` times in depth.
+    """A sequence of sublayers, called the period, that is repeated in depth.
 
     Parameters have a leading axis of size `repeat`. A scan runs over this axis, and its body
     contains all sublayers of one period.
@@ -437,11 +439,11 @@ class Stack(Checked):
 
 
 def stacks(layers: Sequence[Sequence[Core]]) -> tuple[Stack, ...]:
-    """Convert a list of layers, each a list of cores, into stacks by merging repeated layers.
+    """Convert layers, which are lists of cores, into stacks, by merging repeated layers.
 
-    Starting at the first layer, the function chooses the period (a sequence of layers) whose
-    repeats cover the largest number of layers; if several periods do, it chooses the shortest. It
-    then continues after these repeats. A layer that does not repeat becomes a stack of its own.
+    At the first layer, the function tries each number of layers as a period. It chooses the period
+    whose repeats cover the most layers, and the shortest of those. Then it does the same after
+    these repeats. A layer that does not repeat becomes a stack of its own.
 
         stacks([[kda, dense]] + 2 * ([[kda, experts]] * 3 + [[mla, experts]]))
     """
@@ -465,7 +467,7 @@ def stacks(layers: Sequence[Sequence[Core]]) -> tuple[Stack, ...]:
 
 
 def _repeats(layers: Sequence[tuple[Core, ...]], start: int, size: int) -> int:
-    """Return how many times in a row the `size` layers beginning at `start` occur."""
+    """Return how many times the `size` layers from `start` on occur in a row."""
     period, count = layers[start : start + size], 1
     while layers[start + count * size : start + (count + 1) * size] == period:
         count += 1

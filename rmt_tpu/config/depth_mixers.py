@@ -18,30 +18,31 @@ from rmt_tpu.errors import UsageError
 class _DepthAttention(BankedSystem):
     """The base class of Full and Block Attention Residuals.
 
-    At each site a learned query attends over sources, which are the embedding and earlier outputs
-    or sums of outputs. Options other than the defaults are the ablations in Table 4 of the paper,
-    or options of released models and other trainers (see `rmt_tpu.residual.depth_attention`).
+    A site is a place where a sublayer or the unembedding reads the residual. There a learned query
+    attends over sources: the embedding, and earlier outputs or sums of outputs. Other options than
+    the defaults are ablations in Table 4 of the paper, or come from released models and other
+    trainers (see `rmt_tpu.residual.depth_attention`).
 
     Attributes:
       query: how a site scores its sources. "static" uses a learned query vector, and "input" adds a
         projection of the last output to it. "scalars" replaces the query by one learned logit per
         source. "none" gives all sources the same weight and has no parameters.
-      weights: how logits become weights: by a "softmax" over the sources, or by a "sigmoid" of each
+      weights: how logits become weights. "softmax" is over the sources, and "sigmoid" is of each
         logit.
       key_norm: whether keys are RMS-normalised.
       key_gain: whether the norm of the keys has a learned gain.
-      num_heads: number of equal parts into which the residual is split; each part has its own
-        softmax over the sources.
-      newest_bias: initial value of a learned number per site that is added to the logit of the
-        newest source; None if there is no such number.
-      cumulative: whether a source is the sum of the embedding and all outputs up to the end of a
-        block, instead of the sum of the block's outputs. Every site then has one more source, the
-        sum of the embedding and all outputs so far. At a site right after a block, this source
-        equals the source of that block.
-      output_site: what the unembedding reads: "attention" over all sources as at every other site,
-        the "sum" of the embedding and all outputs, or the "newest" source alone. Only "attention"
-        has parameters at this site.
-      normed_embedding: whether the embedding as a source is RMS-normalised, without a gain.
+      num_heads: number of heads. Each head is an equal part of the residual, with its own softmax
+        over the sources.
+      newest_bias: initial value of a learned bias on the logit of the newest source, one per site;
+        None means no bias.
+      cumulative: whether the source of a block is the sum of the embedding and all outputs up to
+        its end, instead of the sum of its own outputs. Every site then has one more source, the sum
+        of the embedding and all outputs so far. Right after a block, it equals the source of that
+        block.
+      output_site: what the unembedding reads. "attention" reads as at every other site, and only
+        this choice has parameters. "sum" reads the sum of the embedding and all outputs. "newest"
+        reads the newest source.
+      normed_embedding: whether the source that is the embedding is RMS-normalised, without a gain.
       epsilon: constant added to the mean square in the norm of the keys, and of the embedding.
     """
 
@@ -80,9 +81,9 @@ class _DepthAttention(BankedSystem):
     def plain_start(self, model: Sizes) -> PlainStart:
         """Return whether a new model equals the plain model, which sums all outputs.
 
-        The result is True unless an option weights some outputs differently from others. All logits
-        start at zero, so a site reads the mean of all sources. The mean is the plain sum divided by
-        the number of sources, and the norm before the read removes this factor.
+        All logits start at zero, so a site reads the mean of all sources. This is the plain sum
+        divided by a number, which the norm before the read removes. The models differ only if an
+        option gives some outputs other weights.
         """
         window = getattr(self, "window", None)
         if window is not None and window < model.num_sublayers:
@@ -126,9 +127,9 @@ class _DepthAttention(BankedSystem):
     def logit_terms(self, model: Sizes) -> dict[str, int]:
         """Return how many terms of order 1 are summed in a logit, by parameter name.
 
-        For queries and key gains, the number is the size of the residual divided by `num_heads`.
-        For projections, it is the same number times the size of the residual. For learned logits,
-        it is 1.
+        For queries and key gains, the number is the size of a head, which is the residual's size
+        divided by `num_heads`. For projections, it is the size of a head times that of the
+        residual. For learned logits, it is 1.
         """
         if self.query == "none":
             return {}
@@ -143,9 +144,9 @@ class _DepthAttention(BankedSystem):
         return terms_by_name
 
     def sources(self, num_sublayers: int) -> list[int]:
-        """Return the number of sources (what attention over depth attends to) at each site.
+        """Return the number of sources at each site, in the order of depth.
 
-        Sites, the inputs of sublayers and of the unembedding, are in the order of depth.
+        Sites are the inputs of sublayers, and of the unembedding at the end.
         """
         block, window = self.sublayers_a_block(num_sublayers), getattr(self, "window", None)
         completed = [-(-site // block) for site in range(num_sublayers + 1)]
@@ -157,12 +158,12 @@ class _DepthAttention(BankedSystem):
         return sources if self.output_site == "attention" else sources[:-1]
 
     def chunk_multiple(self, num_sublayers: int) -> int | None:
-        """Return the number of sublayers per block, or None if an option rules out pipelines."""
+        """Return the number of sublayers per block, or None if pipelines are not supported."""
         return self.sublayers_a_block(num_sublayers) if self.fused else None
 
     @property
     def fused(self) -> bool:
-        """Whether kernels can compute this mixer, which most ablation options rule out."""
+        """Whether kernels can compute this mixer; most ablations have no kernels."""
         options = (self.weights, self.key_norm, self.num_heads, self.newest_bias, self.cumulative)
         plain = ("softmax", True, 1, None, False)
         return self.query in ("static", "none") and options == plain
@@ -180,8 +181,8 @@ class FullAttention(_DepthAttention):
     Attributes:
       window: number of most recent outputs that are sources, in addition to the embedding; None
         uses all outputs.
-      phase_layers: number of layers whose sites share one pass over the earlier outputs. The number
-        affects memory traffic but not results. None chooses the number automatically.
+      phase_layers: number of layers whose sites share one pass over the earlier outputs. It affects
+        memory traffic but not results. None chooses a number automatically.
     """
 
     kind: ClassVar[str] = "full_attention"
@@ -215,11 +216,11 @@ class FullAttention(_DepthAttention):
 
 @dataclass(frozen=True)
 class _Blocks(BankedSystem):
-    """The base class of mixers that attend over sums of outputs within blocks of sublayers.
+    """The base class of mixers that divide the sublayers into blocks.
 
-    At most one of the three sizes may be given. The last block has the remaining sublayers and may
-    be smaller. If no size is given, there are 8 blocks, or one per sublayer in a model with fewer
-    than 8 sublayers.
+    A source is the sum of the outputs of a block. At most one of the three fields may be set. The
+    last block may be smaller. If no field is set, there are 8 blocks. A model with fewer than 8
+    sublayers then has one block per sublayer.
 
     Attributes:
       num_blocks: number of blocks (N), with `ceil(2L / N)` sublayers per block.
@@ -288,22 +289,22 @@ class BlockAttention(_Blocks, _DepthAttention):
 class DeltaAttention(_Blocks):
     """Delta Attention Residuals: the sum of all outputs, plus attention over sums within blocks.
 
-    The sum of a block's outputs is called the block's delta. A learned gate per site scales what
-    attention over the deltas adds.
+    The sum of a block's outputs is called the block's delta. Attention over the deltas is scaled by
+    a learned gate per site, and added to the sum.
 
     Attributes:
       gate: initial value of every site's gate. With 0, a new model equals the plain model, which
-        sums all outputs. The paper has no gate, which is equivalent to a constant gate of 1.
-      null_source: initial value of the logit of a source whose value is 0, one learned logit per
-        site; None if there is no such source.
+        sums all outputs. The paper has no gate, as if it were always 1.
+      null_source: initial value of the logit of a null source, a source that is always 0. Each site
+        learns its own logit. None means no null source.
       key_gain: whether the norm of the keys has a learned gain.
       epsilon: constant added to the mean square in the norm of the keys.
     """
 
     kind: ClassVar[str] = "delta_attention"
     note: ClassVar[str] = "a learned gate per site, which starts at zero, as the plain model"
-    # Delta attention does not have these options of attention over depth. The code that both share
-    # reads them, so they are constants with the default values of the options.
+    # Delta attention lacks these options of other attention over depth. Shared code reads them, so
+    # they are constants with their default values.
     query: ClassVar[str] = "static"
     key_norm: ClassVar[bool] = True
     num_heads: ClassVar[int] = 1
@@ -331,7 +332,7 @@ class DeltaAttention(_Blocks):
         return PlainStart(True, "gates of zero add nothing to the standard residual")
 
     def parameters(self, model: Sizes) -> int:
-        """Return the number of parameters: a query, a gate, any key gain and any logit per site."""
+        """Return the number of parameters in queries, gates, key gains and learned logits."""
         a_site = model.residual_size * (1 + self.key_gain) + 1 + (self.null_source is not None)
         return (model.num_sublayers + 1) * a_site
 
@@ -341,10 +342,10 @@ class DeltaAttention(_Blocks):
         return sum(4 * size * deltas + 2 * size for deltas in self.sources(model.num_sublayers))
 
     def logit_terms(self, model: Sizes) -> dict[str, int]:
-        """Return how many terms are summed in a logit, by parameter name: the residual's size.
+        """Return how many terms are summed in a logit, by parameter name.
 
-        Only queries and key gains are listed. Gates and the logits of null sources learn at the
-        rate of the model's other gains.
+        The number is the residual's size, for queries and key gains. Gates and the logits of null
+        sources learn at the rate of other gains, and are not listed.
         """
         names = ("query", "key_gain") if self.key_gain else ("query",)
         return dict.fromkeys(names, model.residual_size)
@@ -355,20 +356,21 @@ class DeltaAttention(_Blocks):
         return [-(-site // block) for site in range(num_sublayers + 1)]
 
     def chunk_multiple(self, num_sublayers: int) -> int:
-        """Return the number of sublayers per block, which must divide that of a pipeline chunk.
+        """Return the number of sublayers per block.
 
-        A chunk contains the layers that a pipeline stage runs consecutively.
+        It must divide the number of sublayers in each chunk of a pipeline. A chunk contains the
+        layers that a stage runs consecutively.
         """
         return self.sublayers_a_block(num_sublayers)
 
 
 @dataclass(frozen=True)
 class Dense(BankedSystem):
-    """DenseFormer: the input of a layer is a learned weighted sum of all earlier layers' outputs.
+    """DenseFormer: each layer reads a learned weighted sum of earlier layers' outputs.
 
     Attributes:
-      dilation: the number k; a sum contains only every k-th earlier output.
-      period: the number p; a weighted sum is computed only after every p-th layer.
+      dilation: a number k. A sum contains only every k-th earlier output.
+      period: a number p. A weighted sum is computed only after every p-th layer.
     """
 
     kind: ClassVar[str] = "dense"
@@ -385,7 +387,7 @@ class Dense(BankedSystem):
         return PlainStart(True, "each weighted sum is its newest term alone")
 
     def parameters(self, model: Sizes) -> int:
-        """Return the number of weights in all sums; a sum has one weight per earlier output."""
+        """Return the number of weights in all sums."""
         ends = range(self.period, model.num_layers + 1, self.period)
         return sum((end + self.dilation) // self.dilation for end in ends)
 
@@ -400,7 +402,7 @@ MUDD_WAYS = "qkvr"
 
 @dataclass(frozen=True)
 class Mudd(BankedSystem):
-    """MUDD: a layer's queries, keys, values and residual each read their own sum of outputs.
+    """MUDD: queries, keys, values and the residual each read their own sum of outputs.
 
     The sums are weighted sums of the outputs of earlier layers. Their weights differ between
     tokens.
@@ -447,8 +449,8 @@ class Mudd(BankedSystem):
     def logit_terms(self, model: Sizes) -> dict[str, int]:
         """Return how many terms are summed in a weight, by name of the parameter.
 
-        The weights are outputs of networks, so the number is the largest number of hidden units of
-        a network. Only the second projections are listed. The other parameters have the learning
+        The weights are outputs of networks. The number is the largest number of hidden units of a
+        network. Only second projections are listed, because other parameters have the learning
         rates of their roles.
         """
         return {"project_out": max(self._weights(model))}
@@ -466,8 +468,7 @@ class Hierarchical(System):
     The output of a node is the input of the next layers.
 
     Attributes:
-      hidden_dim: hidden size of a node. With the default, 128, and the published D_FF, the model
-        has the parameter count in the RMT paper.
+      hidden_dim: hidden size of a node. The default gives the parameter count in the RMT paper.
       every: number of layers per node.
       shared: whether nodes with the same number of inputs share their weights.
     """

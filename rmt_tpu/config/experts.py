@@ -1,4 +1,4 @@
-"""Configs of a mixture of experts, and of the rules that balance the load of its experts."""
+"""Configs of mixtures of experts, and of rules that balance the load of experts."""
 
 from dataclasses import dataclass
 from typing import ClassVar, Literal
@@ -10,7 +10,7 @@ from rmt_tpu.errors import UsageError
 
 @dataclass(frozen=True)
 class SignRule(Checked):
-    """A balance rule: a bias on each expert's routing scores, which changes by `rate` each step.
+    """A balance rule that changes a bias on each expert's routing scores by `rate` each step.
 
     A bias increases if its expert's load was below the mean load, and decreases otherwise. See
     Wang et al. (2024), "Auxiliary-loss-free load balancing".
@@ -22,10 +22,10 @@ class SignRule(Checked):
 
 @dataclass(frozen=True)
 class Quantiles:
-    """A balance rule: a bias on each expert's routing scores, recomputed from the last batch.
+    """A balance rule that sets a bias on each expert's routing scores from the last batch.
 
-    With its new bias, the expert would have had the mean load in the last batch. See Kimi Team
-    (2026), "Quantile Balancing".
+    With the new bias, the expert would have had the mean load in that batch. See Kimi Team (2026),
+    "Quantile Balancing".
     """
 
     kind: ClassVar[str] = "quantiles"
@@ -33,7 +33,7 @@ class Quantiles:
 
 @dataclass(frozen=True)
 class BalanceLoss(Checked):
-    """A balance rule: an auxiliary loss for each sequence, without biases.
+    """A balance rule that adds an auxiliary loss for each sequence, without biases.
 
     The loss is `weight` (alpha) times `sum_e (E / k) f_e P_e`, where f_e is expert e's load per
     token and P_e its mean normalised score (DeepSeek-AI 2024). The sum is 1 if all loads are equal.
@@ -56,27 +56,26 @@ class Experts(Computes):
       hidden_dim: number of hidden neurons in each expert (F).
       shared: number of additional experts that every token uses. They are computed as one layer
         with `shared * hidden_dim` hidden neurons.
-      shared_gate: whether a sigmoid gate, one number per token, scales the shared experts' output.
-        The gate's logit is a linear function of the token.
+      shared_gate: whether a gate scales the shared experts' output. The gate is one number per
+        token, the sigmoid of a linear function of the token.
       scale: factor by which the weighted sum of the chosen experts' outputs is multiplied.
-      scores: function that converts router logits to expert scores: a "sigmoid" of each logit, or a
-        "softmax" over all experts.
+      scores: how router logits become scores: by a "sigmoid" of each logit, or a "softmax" over all
+        experts.
       normalized: whether the chosen experts' scores are divided by their sum.
       groups, top_groups: number of groups of adjacent experts, and number of groups from which a
-        token may choose its experts. A group's score is the sum of its two highest biased scores
-        (DeepSeek-V3).
+        token may choose. A token chooses from the groups with the highest scores. A group's score
+        is the sum of its two highest biased scores (DeepSeek-V3).
       balance: rule that balances the load among experts.
-      capacity: maximum number of choices (token-expert pairs) per device on a mesh that shards
-        experts, as a multiple of the number under even load. Choices above this maximum are dropped
-        and counted. None means no maximum, so that no choice is dropped.
+      capacity: on a mesh that shards experts, the maximum number of choices per device, as a
+        multiple of the number under even load. A choice is a pair of a token and an expert. Choices
+        above the maximum are dropped and counted. None means no maximum.
       activation: the activation of all experts: `silu(gate) * up` ("swiglu"), or SiTU ("situ", see
         `rmt_tpu.layers.activations`).
       situ_beta: SiTU's bound b on the gate factor.
       situ_linear_beta: SiTU's bound c on the up factor; None means no bound.
       latent_dim: size of the vectors that routed experts read and write (L). One matrix projects
-        each token down to this size, and a second matrix projects the weighted sum of the experts'
-        outputs back up. The router and the shared experts read the token itself. None means that
-        experts work on the full width, without projections.
+        each token down to this size, and another projects the weighted sum of outputs back up. The
+        router and the shared experts read the token itself. None means no projections.
       latent_norm: whether the weighted sum of outputs is RMS-normalised, with a gain and the
         model's `norm_epsilon`, before it is projected up.
     """
@@ -143,9 +142,10 @@ class Experts(Computes):
 
     @property
     def aux(self) -> tuple[str, ...]:
-        """Names of the scalars that the core returns: the balance loss and the dropped choices.
+        """Names of the scalars that the core returns in addition to its output.
 
-        The gradient of "loss" with respect to the parameter `load` is the experts' loads.
+        They are the balance loss and the number of dropped choices. The gradient of "loss" with
+        respect to the parameter `load` is the experts' loads.
         """
         return ("loss", "dropped") if self.capacity is not None else ("loss",)
 
@@ -192,7 +192,7 @@ class Experts(Computes):
         return (width, read_width) if latent is None else (latent, latent)
 
     def _fixed_parameters(self, width: int, read_width: int) -> int:
-        """Return the number of entries in the matrices that every token uses, except the router."""
+        """Return the number of entries in matrices that every token uses, without the router."""
         projections = (self.latent_dim or 0) * (width + read_width)
         return self.shared * self._expert_parameters(width, read_width) + projections
 

@@ -14,7 +14,7 @@ from rmt_tpu.config.plain_start import PlainStart
 
 @runtime_checkable
 class Sizes(Protocol):
-    """The properties of a `ModelConfig` on which the parameters and FLOPs of a mixer depend."""
+    """The properties of a `ModelConfig` from which a mixer counts parameters and FLOPs."""
 
     num_sublayers: int
     num_layers: int
@@ -26,19 +26,18 @@ class System(Checked):
     """The base class for the configs of mixers.
 
     Attributes:
-      note: differences from the plain model (which sums all outputs) that do not follow from the
-        mixer's equations, such as other initial values; shown in reports.
+      note: a text for reports. It states differences from the plain model (which sums all outputs)
+        that are not in the mixer's equations, such as other initial values.
       on_matrix: whether the mixer is defined for a matrix store.
       remats: legal values of `ModelConfig.remat` with this mixer.
       by_layers: whether the mixer treats two consecutive sublayers as one layer.
-      banked: whether the mixer keeps earlier outputs in a bank, an array with one row per output or
-        per sum of outputs.
-      adds_up: whether outputs are summed over depth. If so, the weights that write to the residual
-        have smaller initial values in deeper models, and the input of each sublayer is normalised.
-      decode_kernels: whether the mixer, on a vector store, can be computed by kernels for decode
-        steps, which process few tokens.
+      banked: whether the mixer keeps earlier outputs, or sums of them, as the rows of an array
+        called the bank.
+      adds_up: whether outputs are summed over depth. If so, weights that write to the residual
+        start smaller in deeper models, and the input of each sublayer is normalised.
+      decode_kernels: whether the mixer has kernels for decode steps with a vector store.
       second_input: input width of the second sublayer in a layer, as a multiple of the model's
-        width. If this multiple exceeds 1, the hidden layer of that sublayer is normalised.
+        width. If it is above 1, the hidden layer of that sublayer is normalised.
     """
 
     note: ClassVar[str] = ""
@@ -54,7 +53,7 @@ class System(Checked):
         """Raise UsageError if the mixer's options do not fit the model's sizes or cores."""
 
     def plain_start(self, model: Sizes) -> PlainStart:
-        """Return whether a new model computes the same as the plain model with the same weights.
+        """Return whether a new model equals the plain model with the same weights.
 
         The plain model sums all outputs. The result is "not known" for a mixer that does not
         override this method.
@@ -72,14 +71,14 @@ class System(Checked):
     def logit_terms(self, model: Sizes) -> dict[str, int]:
         """Return how many terms of order 1 are summed in a logit over depth, by parameter name.
 
-        A logit over depth scores an earlier output as a source for a sublayer's input. The
-        logarithm of a residual's scale, if the mixer has learned factors for it, counts as a logit.
-        The result is empty for a mixer without such logits.
+        A logit over depth is the score of an earlier output, from which a sublayer reads. If a
+        mixer has learned factors of the residual, the logarithm of a factor counts as a logit. The
+        result is empty for a mixer without such logits.
         """
         return {}
 
     def chunk_multiple(self, num_sublayers: int) -> int | None:
-        """Return a number that must divide the number of sublayers in each pipeline chunk.
+        """Return a number that must divide the number of sublayers per pipeline chunk.
 
         The result is None if the mixer does not support pipelines.
         """

@@ -1,4 +1,4 @@
-"""The config of the plain mixer, which sums all outputs, and the union of all mixers.
+"""The config of the plain mixer, which sums all outputs, and the type of all mixers.
 
 A mixer forms a sublayer's input from the outputs of earlier sublayers. `rmt_tpu.config` re-exports
 the configs of all mixers.

@@ -19,8 +19,8 @@ class MixtureSource(Checked):
     Attributes:
       source: the text, in any form that `DataConfig.source` accepts.
       share: the fraction of the training tokens that come from this text, a multiple of 0.0001. A
-        text with the share 0 is not trained on, but the loss on its held-out part is measured. If
-        its share is increased later, training continues where it stopped reading the text.
+        text with the share 0 is only used to measure the loss on its held-out part. If a share
+        changes, training continues where it stopped reading the text.
     """
 
     source: str
@@ -33,7 +33,7 @@ class MixtureSource(Checked):
 
 
 def check_mixture(mixture: tuple[MixtureSource, ...]) -> None:
-    """Check that the shares of a mixture are exact and add up to 1, and that no source is repeated.
+    """Check that the shares are exact and add up to 1, and that no source is repeated.
 
     Raises:
       UsageError: a share is not exact, the sum is not 1, or a source is repeated; the message
@@ -58,7 +58,7 @@ def check_mixture(mixture: tuple[MixtureSource, ...]) -> None:
 
 
 def parse_mixture(text: str) -> list[dict[str, Any]]:
-    """Return a mixture as JSON from its form on the command line, `SOURCE=SHARE,SOURCE=SHARE`.
+    """Convert a mixture from the command line, `SOURCE=SHARE,SOURCE=SHARE`, to JSON.
 
     The name of a source may contain commas and equals signs.
 

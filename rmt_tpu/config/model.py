@@ -36,14 +36,14 @@ class Standard:
 class MuP(Checked):
     """Maximal update parametrisation (Yang et al. 2022): learning rates transfer across widths.
 
-    The base model is this model with the sizes in `base`. If all multipliers are 1, the base model
-    is the same as in the standard parametrisation. A model with other sizes differs from the base
-    model as follows:
+    The base model has the sizes in `base`, and otherwise this config. If all multipliers are 1, it
+    is the same as in the standard parametrisation. A model with other sizes differs from it as
+    follows:
 
     - Matrices, key vectors and the queries of attention over depth have the learning rate
-      `learning_rate * base fan-in / fan-in`. The reason is that Adam changes each entry of a weight
-      by about `learning_rate`, in a direction correlated with the weight's input. A sum over the
-      fan-in therefore changes by about `fan-in * learning_rate`. The fan-in is D_k for key vectors
+      `learning_rate * base fan-in / fan-in`. Adam changes each entry of a weight by about
+      `learning_rate`, and the changes are correlated with the input. Without the factor, a sum over
+      the fan-in would change by about `fan-in * learning_rate`. The fan-in is D_k for key vectors
       that read, R for key vectors that write, and the size of the residual for the queries. Weight
       decay is not scaled in this way.
     - Gains, biases and embeddings are not summed over a fan-in, and have the rate `learning_rate`.
@@ -58,9 +58,9 @@ class MuP(Checked):
     output multipliers, with `init_std=0.15` and a learning rate of 6.5e-3 (appendix C.2.1).
 
     Attributes:
-      base: sizes of the base model that differ from this model, as assignments to paths in
-        ModelConfig like "store.dim=128,attention.num_heads=4". If empty, the base model is this
-        model.
+      base: sizes of the base model that differ from this model, like
+        "store.dim=128,attention.num_heads=4". The paths are those in ModelConfig. If empty, the
+        base model is this model.
       input_multiplier: factor by which embeddings are multiplied.
       attention_multiplier: factor by which attention logits are multiplied.
       output_multiplier: factor by which the output logits are multiplied.
@@ -80,9 +80,9 @@ Parametrization = Standard | MuP
 class ModelConfig(Checked):
     """The config of a decoder. The RMT paper calls `num_layers` L and `vocab_size` V.
 
-    A core is the function of one sublayer, such as attention. If a model repeats one layer with two
-    cores of different kinds, JSON and `replace` use a short form of the config without `stacks`:
-    `num_layers` gives the number of repeats, and each core is a field named after its kind.
+    A core is the function of one sublayer, such as attention. JSON and `replace` use a short form
+    if the model repeats one layer with two cores of different kinds. It has no `stacks`. Instead,
+    `num_layers` is the number of repeats, and each core is a field named after its kind.
 
     Attributes:
       stacks: the sublayers, as repeated groups of cores in the order of depth; see `config.stacks`.
@@ -93,8 +93,8 @@ class ModelConfig(Checked):
       norm_epsilon: constant added to the variance or mean square.
       norm_bias: whether these norms also have a bias (only for a vector store).
       embedding_scale: factor by which token embeddings are multiplied, in addition to muP's factor.
-      tied_embeddings: whether the unembedding uses the embeddings of tokens as its weights. They
-        are then initialised like the weights of the unembedding.
+      tied_embeddings: whether the unembedding has the embeddings of tokens as its weights. They are
+        then initialised like an unembedding.
       logit_cap: a soft cap c on the model's logits: each logit x becomes `c tanh(x / c)`. None
         means no cap.
       init_std: initial standard deviation of embeddings; that of weights is `init_std /
@@ -105,18 +105,17 @@ class ModelConfig(Checked):
       remat: what the backward pass recomputes within a layer: nothing ("none"), everything but
         matrix products with weights ("dots"), or the whole layer ("full"). "reversible" (only for a
         matrix store) keeps the outputs of sublayers and rebuilds the residual from them, so that
-        its memory does not grow with `key_dim`. Attention over depth and DenseFormer always
-        recompute the whole layer: "full" keeps the bank of earlier outputs and the running sum
-        before each layer, and "blocks" keeps only the bank and runs the forward pass a second time.
-        For Block Attention Residuals on a matrix store, "full" keeps the outputs of sublayers in
-        place of the block sums, because they are smaller, and sums them again. "auto" is
+        memory does not grow with `key_dim`. Attention over depth, DenseFormer and MUDD have only
+        "full" and "blocks", which both recompute the whole layer. "full" keeps the bank of earlier
+        outputs and the running sum before each layer. "blocks" keeps only the bank, and runs the
+        forward pass twice. For Block Attention Residuals on a matrix store, "full" keeps the
+        outputs of sublayers, which are smaller than the block sums, and sums them again. "auto" is
         "reversible" for training an RMT without pipeline stages, and otherwise "full".
-      kernels: how operations are computed on TPUs and GPUs. "auto" is the platform's default:
-        kernels on a TPU; on a GPU cuDNN's attention, the kernel of grouped matrix products, and
-        kernels listed in a table of measured times. "xla" is plain JAX. "pallas" uses kernels for
-        all operations that have a kernel. "mosaic_gpu" is like "auto", except that key-vector
-        operations always use kernels: on GPUs of compute capability 9.0 those written in Pallas's
-        Mosaic GPU, and elsewhere the same ones as with "pallas".
+      kernels: how operations are computed on TPUs and GPUs. "auto" uses kernels on a TPU. On a GPU
+        it uses cuDNN's attention, the kernel of grouped matrix products, and the kernels in a table
+        of measured times. "xla" is plain JAX. "pallas" uses all kernels. "mosaic_gpu" is like
+        "auto", but key-vector operations always use kernels. On GPUs of compute capability 9.0
+        these are written in Pallas's Mosaic GPU. Elsewhere they are the same as with "pallas".
     """
 
     stacks: tuple[Stack, ...]
@@ -135,7 +134,7 @@ class ModelConfig(Checked):
     remat: RematPolicy = changeable("auto")
     kernels: Kernels = changeable("auto")
 
-    # This dict maps each field name that exists only in the short form to the field's type.
+    # The fields that only the short form has, by name, with their types.
     short_names: ClassVar[dict[str, Any]] = {
         "num_layers": int,
         **{core.kind: core for core in get_args(Core)},
@@ -170,10 +169,10 @@ class ModelConfig(Checked):
     def _check_ports(self):
         """Check that the cores' ports fit the store, and that stacks can repeat.
 
-        A port describes the vectors that a core reads or writes. The first site of a period writes
-        the output of the core before it. In the first repeat, that core precedes the stack; in
-        later repeats, it is the last core of the period. Both cores must write the same number of
-        vectors, because all repeats have parameters of the same shape.
+        The first site of a period writes the output of the core before it. In the first repeat,
+        that core precedes the stack. In later repeats, it is the last core of the period. Both
+        cores must write the same number of vectors, because all repeats have parameters of the same
+        shape.
 
         Raises:
           UsageError: a port does not fit the store, or a stack cannot repeat.
@@ -217,11 +216,10 @@ class ModelConfig(Checked):
             )
 
     def _write_size(self, port: Port) -> Any:
-        """Return a value that is equal for ports that can be written with the same parameters.
+        """Return what two ports must have in common to be written with the same parameters.
 
-        A port describes the vectors that a core writes to the residual. A residual matrix is
-        written with one key vector per vector, so the result is the number of vectors. A residual
-        vector is written with projections, and the result is the port itself.
+        A matrix store has one key vector per written vector, so the result is the number of
+        vectors. A vector store has projections, and the result is the port itself.
         """
         if isinstance(self.store, MatrixStore):
             return sum(port.heads) + port.residual * self.data_shape[0]
@@ -287,9 +285,9 @@ class ModelConfig(Checked):
     # The short form -----------------------------------------------------------------------------
 
     def short_form(self) -> dict[str, Any]:
-        """Return all fields by name, with the fields of the short form in place of `stacks`.
+        """Return all fields by name, in the short form if the model has one.
 
-        If the model has no short form, `stacks` is returned.
+        The short form has other fields in place of `stacks`.
         """
         values = {f.name: getattr(self, f.name) for f in fields(self)}
         layer = self.stacks[0].cores
@@ -300,7 +298,7 @@ class ModelConfig(Checked):
 
     @classmethod
     def from_short(cls, **values: Any) -> "ModelConfig":
-        """Return a config with the given fields, which may include fields of the short form.
+        """Return a config with the given fields of the short or the long form.
 
         Raises:
           UsageError: the fields of the short form are not exactly two cores and `num_layers`.
@@ -396,7 +394,7 @@ class ModelConfig(Checked):
 
     @property
     def learned_positions(self) -> Learned | None:
-        """The learned positions that are written with the embedding, or None if there are none."""
+        """The config of learned positions, or None if the model has none."""
         positions = {getattr(core, "positions", None) for core in self.cores}
         learned = [positions for positions in positions if isinstance(positions, Learned)]
         return max(learned, key=lambda p: p.max_length, default=None)
@@ -405,8 +403,8 @@ class ModelConfig(Checked):
     def data_shape(self) -> tuple[int, int]:
         """Number and size of the data vectors of a token.
 
-        Data vectors are what the embedding writes, and what a read of the whole residual returns:
-        one vector of size D in the Transformer, R vectors of size D_v in an RMT.
+        The embedding writes data vectors, and a read of the whole residual returns data vectors. A
+        Transformer has one of size D, and an RMT has R of size D_v.
         """
         match self.store:
             case VectorStore(dim=dim):
@@ -445,7 +443,7 @@ class ModelConfig(Checked):
 
     @property
     def base_model(self) -> "ModelConfig":
-        """The model for which learning rates are stated: the base model of muP, or else this model.
+        """The base model of muP, or this model in the standard parametrisation.
 
         Raises:
           UsageError: a size in `parametrization.base` is illegal.

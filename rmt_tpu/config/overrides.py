@@ -1,4 +1,4 @@
-"""Functions that convert configs to and from JSON and apply `--set=path=value` overrides.
+"""Functions that convert configs to and from JSON, and apply `--set=path=value` flags.
 
 All values are checked against the type annotations of the config dataclasses.
 """
@@ -15,7 +15,7 @@ Config = TypeVar("Config")
 
 
 def to_json(config: Any, *, short: bool = True) -> Any:
-    """Return a config as plain JSON values, with the `kind` of each class that has a kind.
+    """Return a config as JSON values, with a `kind` for each class that has one.
 
     Args:
       config: a config, or a value within one.
@@ -41,8 +41,8 @@ def to_json(config: Any, *, short: bool = True) -> Any:
 def from_json(cls: type[Config], values: Any) -> Config:
     """Return the config of class `cls` from JSON values; missing fields get their defaults.
 
-    In place of an object with a `kind`, the values may have its kind as a string, if all its other
-    fields have defaults.
+    An object with a `kind` may be given as a string, its kind, if all its other fields have
+    defaults.
 
     Raises:
       UsageError: a field is unknown, missing, or of the wrong type; the message names its path.
@@ -65,8 +65,7 @@ def parse_json(text: str | bytes) -> Any:
 def apply(config: Config, overrides: dict[str, Any]) -> Config:
     """Return `config` with the values at dotted paths replaced.
 
-    Shorter paths are set first, regardless of the order of the overrides. The config is checked
-    after all values are set.
+    Shorter paths are set first, in any order of the overrides. The config is checked at the end.
 
     Raises:
       UsageError: a path or value is not legal; the message states it and the legal values.
@@ -100,10 +99,10 @@ _LONG_FORM_FIELD = "stacks"
 
 
 def _places(node: Any, keys: list[str], path: str) -> list[tuple[Any, Any]]:
-    """Return all pairs `(holder, key)` in `node` for which `holder[key]` is the value at `keys`.
+    """Return the places of the values at `keys`, as pairs `(holder, key)` for `holder[key]`.
 
-    If a node has no field of a given name, the name refers to all objects of that kind in the
-    lists below the node.
+    If a node has no field of a name, the name is taken as a kind. It then refers to all objects of
+    that kind in the lists below the node.
     """
     if isinstance(node, list):
         if not keys[0].isdecimal() or int(keys[0]) >= len(node):

@@ -1,10 +1,10 @@
-"""The result of checking whether a new model computes the same function as another model."""
+"""The result of comparing a new model with the plain model, which sums all outputs."""
 
 from typing import NamedTuple
 
 
 class PlainStart(NamedTuple):
-    """Whether a new model computes the same as the plain model with the same weights, and why.
+    """Whether a new model equals the plain model with the same weights, and why.
 
     The plain model has the mixer `sum` and is otherwise equal to the new model.
 

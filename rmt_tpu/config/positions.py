@@ -34,7 +34,7 @@ class Alibi:
 
 @dataclass(frozen=True)
 class Llama3Scaling(Checked):
-    """A reduction of RoPE's low frequencies for texts longer than the training texts (Llama 3.1).
+    """A reduction of RoPE's low frequencies for long texts, as in Llama 3.1.
 
     A frequency f that makes fewer than `low` turns within `original_length` tokens becomes `f /
     factor`. A frequency that makes more than `high` turns is unchanged. Frequencies in between are
@@ -57,7 +57,7 @@ class Llama3Scaling(Checked):
 
 @dataclass(frozen=True)
 class LinearScaling(Checked):
-    """A reduction of all of RoPE's frequencies by one factor, as if positions were divided by it.
+    """A division of all of RoPE's frequencies by one factor, as if positions were divided by it.
 
     Chen et al. 2023, Extending Context Window of Large Language Models via Positional
     Interpolation.
@@ -73,19 +73,20 @@ class YarnScaling(Checked):
 
     A frequency that makes fewer than `slow` turns within `original_length` tokens is divided by
     `factor`. A frequency that makes more than `fast` turns is unchanged. A frequency in between
-    becomes a weighted mean of both values, whose weights change linearly with the frequency's
-    index. Rotated queries and keys are multiplied by `magnitude`, and thus logits by its square.
+    becomes a weighted mean of both values. The weights change linearly with the index of the
+    frequency. Rotated queries and keys are multiplied by `magnitude`, and thus logits by its
+    square.
 
     Peng et al. 2023, YaRN: Efficient Context Window Extension of Large Language Models.
 
     Attributes:
       factor: the number by which the lowest frequencies are divided.
       original_length: the length of the training texts.
-      fast, slow: a frequency whose number of turns is between these two becomes a weighted mean.
+      fast, slow: the numbers of turns between which a frequency becomes a weighted mean.
       magnitude: the factor by which rotated queries and keys are multiplied; None means `0.1
         log(factor) + 1`, or 1 if `factor` is below 1.
-      whole: whether the two frequency indices between which the weights change are rounded outwards
-        to whole numbers.
+      whole: whether the two indices between which the weights change are rounded outwards to whole
+        numbers.
     """
 
     kind: ClassVar[str] = "yarn"

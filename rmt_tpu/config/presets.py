@@ -6,9 +6,9 @@ sizes.
 
 The depth, width, number of heads, batch size and learning rate of `prenorm-*` and `attnres-*` come
 from Table 2 of Kimi Team (2026). The models in that table are mixtures of experts with linear
-attention. The models here are dense substitutes with GPT-2's vocabulary. Their feed-forward layers
-are as wide as the nine experts that a token uses, and they have softmax attention with heads of
-size 64 and RoPE. Their parameter counts and losses therefore differ from the paper's.
+attention. The models here are dense, with GPT-2's vocabulary, softmax attention, heads of size 64
+and RoPE. Their feed-forward layers are as wide as the nine experts that a token uses. Their
+parameter counts and losses differ from the paper's.
 """
 
 from dataclasses import replace
@@ -120,18 +120,18 @@ _MODELS |= {
     }.items()
 }
 
-# Models with attention over depth, at the size at which this project compares kernels. The dict
-# maps each model's name to the name of the same model with the standard residual (a plain sum).
+# Models with attention over depth, in sizes for comparing kernels. The dict maps the name of each
+# model to the name of the same model with the standard residual (a plain sum).
 _WITH_DEPTH = {"gpt2-405m-attnres": "gpt2-405m", "rmt-attnres-305m": "rmt-305m"}
 _MODELS |= {
     name: replace(_MODELS[plain], mixer=BlockAttention(num_blocks=8))
     for name, plain in _WITH_DEPTH.items()
 }
 
-# Kimi Team (2026), Table 2. The keys are numbers of activated parameters. The values are: the
-# number of layers, which is also the number of heads; the width; the width of one expert; the
-# learning rate; the batch size in sequences of 8192 tokens; the number of training tokens; and the
-# number of sublayers per block (S) that gives 8 blocks or the nearest possible number.
+# Kimi Team (2026), Table 2. The keys are numbers of activated parameters. The values are: number of
+# layers, which is also the number of heads; width; width of one expert; learning rate; batch size
+# in sequences of 8192 tokens; number of training tokens; and number of sublayers per block (S). S
+# gives 8 blocks, or the nearest possible number.
 _DEPTH_ROWS = {
     "194m": (12, 896, 400, 2.99e-3, 192, 38.7e9, 3),
     "241m": (13, 960, 432, 2.80e-3, 256, 45.4e9, 4),
@@ -194,8 +194,7 @@ def _kimi(layers: int, width: int, heads: int, hidden_dim: int, num_experts: int
     linear = Kda(heads, 128)
     latent = Mla(heads, 128, kv_rank=512, rope_dim=64, positions=NoPositions(), latent_epsilon=1e-6)
     # Model files on the Hugging Face hub contain the biases of experts, but not the rate at which
-    # training changes them. A model opened from such a file gets the rate given here, so that
-    # training from its weights starts with the same biases.
+    # training changes them. A model from such a file gets this rate.
     balance = SignRule(2.0**-10)
     experts = Experts(num_experts, top_k, hidden_dim, scale=2.446, balance=balance)
     cores = [latent if n % 4 == 0 or n == layers else linear for n in range(1, layers + 1)]
@@ -259,10 +258,10 @@ _KIMI_MODELS["k3-2.8t"] = replace(
 )
 _MODELS |= _KIMI_MODELS
 
-# The tiny models use ALiBi, as in the RMT authors' code. Learned positions would take longer to
-# learn than these runs last. RoPE rotates pairs of numbers within a vector, and key vectors, unlike
-# projection matrices, cannot learn which numbers form a pair. The tokens are bytes and BOS, because
-# GPT-2's vocabulary would account for most of the parameters of such small models.
+# The tiny models use ALiBi, as in the RMT authors' code. Learned positions would take too long to
+# learn. RoPE rotates pairs of numbers within a vector. Projection matrices can learn which numbers
+# form a pair, but key vectors cannot. The tokens are bytes and BOS, because GPT-2's vocabulary
+# would have most of the parameters of such small models.
 _BYTES = 257
 _TINY = {
     "gpt2-tiny": _model(4, VectorStore(128), 4, 32, 512, Alibi(), vocab_size=_BYTES),
@@ -401,7 +400,7 @@ _ABOUT = {
 
 
 def about(name: str) -> str:
-    """Return a phrase that describes a preset's architecture and the source of its sizes."""
+    """Return a phrase about a preset's architecture and the source of its sizes."""
     system = _ABOUT.get(name.rpartition("-")[0])
     if name in _TINY:
         return f"{system}; laptop size, on bytes"
@@ -424,7 +423,7 @@ def about(name: str) -> str:
 
 
 def run(name: str) -> RunConfig:
-    """Return a run that trains a named model with its default batch size, steps and data."""
+    """Return a run of a named model with its default batch size, steps and data."""
     model = preset(name)
     if name in _TINY:
         return _tiny_run(model)

@@ -1,4 +1,4 @@
-"""Rules for which config fields may change when a run resumes; each field declares its rule."""
+"""Rules for which config fields may change when a run resumes."""
 
 import dataclasses
 from typing import Any, Literal
@@ -13,15 +13,15 @@ START_FIELDS = ("init_from", "with_optimizer")
 
 
 def free(default: Any) -> Any:
-    """Return a dataclass field that may always change, because it does not affect the loss curve.
+    """Return a dataclass field that may always change when a run resumes.
 
-    It may at most change the order in which sums over devices are computed.
+    Such a field does not affect the loss curve, except by the order of sums over devices.
     """
     return dataclasses.field(default=default, metadata={"resume": "free"})
 
 
 def changeable(default: Any = dataclasses.MISSING) -> Any:
-    """Return a dataclass field that may change if the user asks for it.
+    """Return a dataclass field that may change on a resume if the user asks for it.
 
     The saved state still fits the changed config, but the loss curve changes.
     """
@@ -31,8 +31,8 @@ def changeable(default: Any = dataclasses.MISSING) -> Any:
 def resume_rule(config: Any, path: str) -> Rule:
     """Return whether the field at a dotted path may change when a run resumes.
 
-    The outermost field on the path that declares a rule determines the result. If no field declares
-    a rule, the result is "fixed".
+    The rule is that of the outermost field on the path that declares one. Without any, the result
+    is "fixed".
     """
     for name in path.split("."):
         fields = {f.name: f for f in dataclasses.fields(config)}

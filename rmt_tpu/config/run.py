@@ -21,8 +21,7 @@ from rmt_tpu.config.resume import changeable, free
 from rmt_tpu.errors import UsageError, shown
 from sharding.spec import parse_mesh
 
-# The number of sampled tokens is limited, because the cache must have space for their keys and
-# values.
+# The number of sampled tokens is limited, because the cache holds their keys and values.
 _SampleTokens = Annotated[int, Range(f"at least 0, at most {2**20}", 0, 2**20)]
 _HeldOut = Annotated[float, Range("above 0, at most 0.5", 0, 0.5, open_low=True)]
 
@@ -30,8 +29,8 @@ Role = Literal[
     "gain", "embedding", "unembedding", "keys", "hidden", "load", "balance_steps", "histogram"
 ]
 TRACKERS = ("tensorboard", "wandb")
-# Roles of parameters that are statistics and not weights. Their "gradients" are the shares of
-# tokens that experts received.
+# Roles of parameters that are statistics and not weights. Their "gradients" are the experts' shares
+# of the tokens.
 STATISTIC_ROLES = ("load", "balance_steps", "histogram")
 
 
@@ -47,12 +46,12 @@ class AdamW(Checked):
         run with "wsd" can be continued for more steps from a checkpoint before its decay.
       weight_decay: coefficient of the weight decay, which is multiplied by the learning rate unless
         `independent_weight_decay` is True.
-      independent_weight_decay: whether each step reduces a weight by the fraction `weight_decay`
-        independently of the learning rate and its schedule. In Wortsman et al. (2023) the fraction
-        follows the schedule, so that the last steps decay less.
+      independent_weight_decay: whether each step reduces a weight by the fraction `weight_decay`,
+        whatever the learning rate and its schedule. In Wortsman et al. (2023) the fraction follows
+        the schedule.
       decay_exclude: roles of parameters that have no weight decay.
-      moment_dtype: dtype in which the first moment, and the momentum of Muon, are stored between
-        steps. They are computed in float32. bfloat16 saves 2 of 12 bytes per parameter.
+      moment_dtype: dtype in which the first moment or the momentum is stored. It is computed in
+        float32. bfloat16 saves 2 of 12 bytes per parameter.
     """
 
     kind: ClassVar[str] = "adamw"
@@ -74,7 +73,7 @@ class AdamW(Checked):
 
 @dataclass(frozen=True)
 class Muon(AdamW):
-    """Muon (Jordan 2024), as modified in Moonlight (Liu et al. 2025), and AdamW for the rest.
+    """Muon (Jordan 2024) for matrices, as in Moonlight (Liu et al. 2025), and AdamW for the rest.
 
     Muon trains the matrices W [A, B] of role "hidden", separately for each layer, expert and
     projection. The Nesterov momentum M of a matrix is made nearly orthogonal, with all singular
@@ -108,12 +107,12 @@ class TrainConfig(Checked):
       batch_size: number of sequences per step, over all devices and accumulation steps.
       accumulate: number of parts into which a batch is split for gradient accumulation.
       optimizer: the optimizer with its hyperparameters.
-      depth_rate: factor of the learning rate for some parameters of mixers. In full_attention,
-        block_attention and delta_attention, they are the parameters that compute the weights of
-        earlier outputs, such as queries. In mudd, they are the second projections of the networks,
-        and in residual_scalars the factors of the residual. These parameters have no weight decay.
-        None keeps the factor of a resumed run, and uses the rule in `rmt_tpu.training.depth_rate`
-        for a new run.
+      depth_rate: factor of the learning rate for the parameters of mixers that weight earlier
+        outputs. In full_attention, block_attention and delta_attention, they are queries and
+        similar parameters. In mudd, they are the second projections of the networks. In
+        residual_scalars, they are the factors of the residual. They have no weight decay. None
+        keeps the factor of a resumed run. For a new run, None uses the rule in
+        `rmt_tpu.training.depth_rate`.
       freeze: patterns of paths of parameters that are not trained, such as `stacks/0/1/core/*`; a
         pattern with a leading `!` excludes its matches (see `rmt_tpu.training.freeze`).
       freeze_steps: number of initial steps during which these parameters are not trained; None
@@ -122,14 +121,15 @@ class TrainConfig(Checked):
       init_from: a run folder or a Hugging Face model folder from which a new run gets its initial
         parameters. Once the run has a checkpoint, this folder is no longer read, and the option
         cannot change.
-      with_optimizer: whether the new run continues from the last checkpoint of `init_from`, with
-        its optimizer moments, number of steps, position in the text and random key.
+      with_optimizer: whether the new run continues from the last checkpoint of `init_from`. It then
+        also gets the optimizer's moments, the number of steps, the position in the text and the
+        random key.
       seed: seed of the parameters and of the order of the data.
       mesh: axes of the device mesh, like "data=2,fsdp=4"; -1 uses all remaining devices.
-      microbatches: number of microbatches into which a pipeline splits the rows of each device, a
-        multiple of the number of stages P (mesh axis `stage`); 0 means P. With more microbatches of
-        the same size, stages idle for a smaller part of the time: P - 1 of `microbatches *
-        virtual_stages + P - 1` ticks. Memory does not grow beyond 2 P microbatches.
+      microbatches: number of microbatches into which a pipeline splits the rows of each device. It
+        is a multiple of the number of stages P (mesh axis `stage`); 0 means P. A step has
+        `microbatches * virtual_stages + P - 1` ticks, and a stage idles for P - 1 of them. Memory
+        does not grow beyond 2 P microbatches of the same size.
       virtual_stages: number of chunks of layers on each stage of a pipeline.
       log_every: number of steps between rows of metrics.
       checkpoint_every, eval_every: number of steps between checkpoints, and between evaluations on
@@ -137,21 +137,20 @@ class TrainConfig(Checked):
       checkpoint_seconds: a checkpoint is also saved after this number of seconds; 0 disables this.
       checkpoint_compression: lossless compression of the arrays in a checkpoint.
       keep_checkpoints: number of most recent checkpoints to keep.
-      keep_every: checkpoints whose step is divisible by this number are kept permanently; 0
-        disables this rule.
+      keep_every: checkpoints at multiples of this number of steps are always kept; 0 disables this.
       keep_best: number of checkpoints with the lowest loss on held-out text to keep.
       eval_tokens: number of held-out tokens per evaluation, rounded to whole windows; all tokens
         are used if there are fewer.
-      eval_batches: number of batches per evaluation, in place of `eval_tokens`, so that the amount
-        of text depends on the batch size; 0 uses `eval_tokens`.
+      eval_batches: number of batches per evaluation, in place of `eval_tokens`; 0 uses
+        `eval_tokens`.
       eval_tasks: comma-separated names of tasks in `rmt_tpu.evaluation`.
       eval_tasks_every: number of steps between evaluations of tasks; 0 evaluates only at the end.
       eval_tasks_limit: maximum number of documents per task, counted from the first.
       eval_data_dir: location of the tasks' data, either a folder or "hub".
       max_bad_steps: number of consecutive non-finite steps after which the run stops.
       spike_deviations: a gradient norm is a spike if its logarithm is more than this number of
-        standard deviations above its mean, both computed over about the last 200 steps.
-      spike_restarts: how many times the run may go back from a spike to its last checkpoint. It
+        standard deviations above the mean. Both are taken over about the last 200 steps.
+      spike_restarts: how many times the run may go back to its last checkpoint after a spike. It
         then skips the data up to the spike. With 0, spikes are only printed.
       sample_every: number of steps between text samples; 0 samples only at the end.
       sample_prompt, sample_tokens, sample_temperature: prompt, number of tokens and temperature of
@@ -233,8 +232,8 @@ class TrainConfig(Checked):
 class DataConfig(Checked):
     """The text to train on.
 
-    A resumed run verifies its text by a checksum of the tokens, and its tokenizer by a fingerprint,
-    so both paths may change.
+    The paths of the text and of the tokenizer may change when a run resumes, because the run checks
+    both by checksums.
 
     Attributes:
       source: "stdlib" (Python's standard library), a token store, or comma-separated .txt, .jsonl,
@@ -244,12 +243,12 @@ class DataConfig(Checked):
       eval_fraction: fraction of the text that is held out for evaluation, in whole documents.
       text_field: name of the field of .jsonl files, or of the column of .parquet and .arrow files,
         that has the text of a document. A token store ignores it.
-      format: what a document is: "text"; "messages", a conversation in the field `messages` that
-        the chat template renders, with a loss on the assistant's messages; or "completion", the
-        fields `prompt` and `completion`, with a loss on the completion. A token store ignores it.
+      format: what a document is. "text" is plain text. "messages" is a conversation in the field
+        `messages`, which the chat template renders. The loss is on the assistant's messages.
+        "completion" has the fields `prompt` and `completion`, and the loss is on the completion. A
+        token store ignores it.
       chat_template: path of a chat template in place of the tokenizer's.
-      mixture: texts that are mixed in given shares, in place of `source`; () means that `source` is
-        read.
+      mixture: texts that are mixed in given shares, in place of `source`; () means only `source`.
     """
 
     source: str = free("stdlib")
