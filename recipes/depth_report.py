@@ -51,7 +51,10 @@ def main() -> int:
     with flag_errors("workdir"):
         workdirs = [open_folder(w) for w in _WORKDIR.value]
     if not workdirs or len({w.url.rstrip("/") for w in workdirs}) < len(workdirs):
-        raise UsageError(f"--workdir={','.join(_WORKDIR.value)} is empty or repeats a run folder")
+        raise UsageError(
+            f"--workdir={','.join(_WORKDIR.value)} is empty or repeats a run folder; "
+            "legal: one or more different folders"
+        )
     folder, name = _picture(workdirs[0])
     profiles = {n: _profile(w) for n, w in zip(trained.names(workdirs), workdirs, strict=True)}
     try:

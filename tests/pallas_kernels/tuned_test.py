@@ -274,14 +274,14 @@ SOURCES = {
     ),
     ("tpu", "attention"): (
         2,
-        "9ef80a4ab2c2d35d",
+        "c459bfe53cb5103a",
         "mosaic_tpu_whole.py",
         "mosaic_tpu_rows.py",
         "../products.py",
     ),
     ("tpu", "attention_blocks"): (
         2,
-        "c906ab9391f6fec6",
+        "6fc86d8325e6b9a0",
         "mosaic_tpu_blocks.py",
         "mosaic_tpu_pairs.py",
         "mosaic_tpu_rows.py",

@@ -74,7 +74,7 @@ def test_text_in_a_bucket_is_read_as_a_whole_too(both, monkeypatch):
     assert corpus.documents(both[1]) == corpus.documents(both[0])
     monkeypatch.setattr(corpus, "_MOST_REMOTE", 1000)
     assert len(corpus.documents(both[0])) == 149
-    with pytest.raises(UsageError, match="legal: at most 0 GiB, or the token store that"):
+    with pytest.raises(UsageError, match="legal: at most 0 GiB, or a token store made"):
         corpus.documents(both[1])
 
 

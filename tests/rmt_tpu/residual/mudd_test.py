@@ -165,7 +165,7 @@ def test_only_first_projections_decay_and_second_ones_have_a_rate_of_their_own()
     ],
 )
 def test_layers_that_do_not_begin_with_attention_are_refused(cores, found):
-    with pytest.raises(UsageError, match=f"mixer=mudd .* layers begin with {found}; legal: layers"):
+    with pytest.raises(UsageError, match=f"mixer=mudd .* some begin with {found}; legal: layers"):
         cfg.ModelConfig((cfg.Stack(cores),), cfg.VectorStore(20), cfg.Mudd())
     with pytest.raises(UsageError, match="mixer=mudd needs layers of two sublayers"):
         cfg.ModelConfig((cfg.Stack((*LAYER, FORWARD)),), cfg.VectorStore(20), cfg.Mudd())

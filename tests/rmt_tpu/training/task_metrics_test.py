@@ -64,7 +64,10 @@ def test_live_parameters_give_what_the_checkpoint_does(config, tmp_path, mesh):
     [
         ({"train.eval_tasks": "pika"}, "--eval_tasks 'pika' is unknown; did you mean 'piqa'"),
         ({"train.eval_data_dir": ""}, "--eval_tasks and --eval_data_dir must be given together"),
-        ({"train.eval_data_dir": "nowhere"}, "--eval_data_dir='nowhere': has no piqa.jsonl"),
+        (
+            {"train.eval_data_dir": "nowhere"},
+            "--eval_data_dir='nowhere': the folder has no piqa.jsonl",
+        ),
     ],
 )
 def test_what_cannot_be_asked_is_told_before_the_run_begins(config, tmp_path, changes, message):
