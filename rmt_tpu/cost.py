@@ -1,7 +1,7 @@
 """Parameter and FLOP counts of a model, computed from its config alone.
 
-The formulas come from appendix A of Mak and Flanigan (2025), Table 7 and sections A.1 and
-A.2, with two corrections that reproduce the printed results (Table 4, Figure 1). First, parameters
+The formulas come from appendix A of Mak and Flanigan (2025), Table 7 and sections A.1 and A.2. Two
+corrections are needed to reproduce the printed results (Table 4, Figure 1). First, parameters
 include the embedding and the unembedding. Second, the key vectors of a layer cost `12 R D_k D_v`
 FLOPs per token, as A.2 lists them. A multiplication and an addition are two FLOPs; a backward pass
 costs twice the forward pass.

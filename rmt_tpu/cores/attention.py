@@ -234,8 +234,8 @@ class Attention(Core):
         """Return the cached keys and values of a layer that new tokens may attend to.
 
         The window of a row ends before its token `end`. If the cache is at least twice as long as a
-        window, only the window is copied and returned, because this costs less than reading the
-        whole cache. Otherwise the whole cache of the layer is returned.
+        window, only the window is returned. Copying it then costs less than reading the whole
+        cache. Otherwise the whole cache of the layer is returned.
 
         Returns:
           Keys and values, [batch, keys, heads_size], and the position of the first of them, [batch

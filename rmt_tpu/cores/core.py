@@ -98,8 +98,8 @@ def put_tokens(
     """Return the cache with new tokens of one layer written after the first `start` tokens per row.
 
     Tokens beyond the capacity are dropped. The axis `size` of the cache contains the vectors of all
-    heads. If heads had a separate axis, a TPU would store the cache in another layout, and a loop
-    over layers could not update the cache without copying it.
+    heads. With a separate axis for heads, a TPU would store the cache in another layout. A loop
+    over layers would then have to copy the cache to update it.
     """
     new = new.astype(cache.dtype)
     if start is None:
@@ -188,8 +188,8 @@ def to_tokens(
 def ring_axis(heads: int, axes: tuple[str, ...]) -> str | None:
     """Return the mesh axis along which attention runs as a ring, or None if there is no ring.
 
-    If the devices of `axes` cannot divide the heads evenly, tokens stay sharded along the axis
-    "sequence", and keys and values are passed around a ring of its devices.
+    There is a ring if the devices of `axes` cannot divide the heads evenly. Tokens then stay
+    sharded along the axis "sequence", and its devices pass keys and values around the ring.
     """
     return "sequence" if heads % sharding.axis_size(axes) else None
 

@@ -1,6 +1,6 @@
 """Conversion of text into batches for training.
 
-For text that fits in memory, `documents` reads it, `split` holds out a part for evaluation, `pack`
+Text that fits in memory is read by `documents`. `split` holds out a part for evaluation, `pack`
 tokenises the documents into one stream, and `Windows` cuts the stream into batches. Text of any
 size can be tokenised once into a token store (`rmt_tpu.data.prepare`), whose streams (`open_store`)
 are read from storage as needed. A `Prefetcher` reads batches ahead of time.

@@ -7,8 +7,8 @@ or behind its share. Each text has its own epochs, whose windows are shuffled as
 this text alone.
 
 The state of reading is the number of windows read in the run. If shares have changed during the
-run, the state also has the position of the last change, and the number of windows that were read
-from each text before this change.
+run, the state also has the position of the last change. It then has the number of windows read from
+each text before this change, too.
 """
 
 import functools
@@ -161,9 +161,8 @@ class Mixture:
     def resumed(self, position: int, saved: Mapping[str, Any]) -> "Mixture":
         """Return this mixture in the state that continues a run after its first `position` windows.
 
-        If the shares or texts differ between this mixture and the checkpoint, the shares of this
-        mixture apply from now on, and each text continues with the windows that the run has not
-        read yet.
+        The shares and texts may differ from those in the checkpoint. The shares of this mixture
+        then apply from now on. Each text continues with the windows that the run has not read yet.
 
         Args:
           position: number of windows read in the run.

@@ -11,9 +11,9 @@ def scatter_sums_by_all_reduce() -> None:
     """Make all later reduce-scatters on CPUs use an all-reduce.
 
     Each device then takes its part of the whole sum. Gloo's reduce-scatter overwrites data that it
-    is still sending. Occasionally, some numbers in the first device's part are then wrong, for
-    example in gradients on a mesh with `fsdp`, and no error is raised (jax issue 40830; jaxlib 0.10
-    and 0.12). Gloo's all-reduce is correct.
+    is still sending. Some numbers in the first device's part are then occasionally wrong, and no
+    error is raised (jax issue 40830; jaxlib 0.10 and 0.12). This happens to gradients on a mesh
+    with `fsdp`, for example. Gloo's all-reduce is correct.
     """
     lowering = mlir.lower_fun(_part_of_sum, multiple_results=False)
     mlir.register_lowering(reduce_scatter_p, lowering, platform="cpu")
