@@ -70,8 +70,8 @@ class OpCase:
     ) -> tuple[Callable[..., Any], tuple[jax.ShapeDtypeStruct, ...], tuple[int, ...]]:
         """Return the function to compile, the shapes of its arguments, and the donated ones.
 
-        For "training", the function also takes the cotangents of the results, and it returns the
-        results and the gradients.
+        The donated arguments are given by their indices. For "training", the function also takes
+        the cotangents of the results, and it returns the results and the gradients.
         """
         arguments = self.arguments
         floating = [i for i, a in enumerate(arguments) if jnp.issubdtype(a.dtype, jnp.floating)]

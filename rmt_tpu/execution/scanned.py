@@ -110,8 +110,7 @@ def scan(
 def _reads_stacks(config: cfg.ModelConfig, store: Store, state: Any) -> bool:
     """Return whether decode steps read the sites' parameters directly from the stacks.
 
-    Only mixers whose state is the residual support this; the reversible schedule supports the same
-    mixers.
+    The mixer's state must be the residual. These are also the mixers of the reversible schedule.
     """
     alone = "reversible" in config.mixer.remats
     return alone and isinstance(store, ReversibleStore) and store.reads_stacks(state)

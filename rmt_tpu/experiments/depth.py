@@ -98,7 +98,7 @@ def _search(scale: Scale, system: str, layers: int, **changes) -> Search:
 
 
 def _searches(system: str, layers: int) -> tuple[str, ...]:
-    """Return the names of the searches that an arm (a model) takes its values from."""
+    """Return the names of the searches whose best values an arm (a model) gets."""
     if layers == 8:
         return tuple(f"{system}-{at}-layers" for at in _SEARCHED)
     return (f"{system}-{min(layers, max(_SEARCHED))}-layers",)

@@ -65,7 +65,7 @@ def _draw_ladder(plan: Plan, outcomes: Sequence[ArmOutcome]):
 def _draw_over_x(plan: Plan, outcomes: Sequence[ArmOutcome]):
     """Draw losses, differences and the paper's losses over the size that the plan varies (`Arm.x`).
 
-    The difference of an arm (model) is that from the arm that it is compared with.
+    A difference is that of an arm (model) from the arm that it is compared with.
     """
     from matplotlib.figure import Figure
 

@@ -3,8 +3,8 @@
 The file is small and can be kept with the code. The same command on another machine then trains
 only the remaining runs. A line identifies its run by a digest. The digest covers the training text,
 and all config values that affect results and differ from their defaults. A config field that is
-added later, with a default that changes nothing, does not change it. A line also has the software
-versions and the commit of the run.
+added later, with a default that changes nothing, does not change the digest. A line also has the
+software versions and the commit of the run.
 """
 
 import contextlib

@@ -168,8 +168,8 @@ def _against(o: ArmOutcome, other: ArmOutcome | None, bold: bool) -> list[str]:
 def fits_table(outcomes: Sequence[ArmOutcome]) -> str:
     """Return a Markdown table of the exponents of each system's power laws.
 
-    The last columns state what the first system needs to reach the loss of the row's largest model.
-    They are its FLOPs and weights by its own power laws.
+    The last columns are the FLOPs and weights with which the first system reaches the loss of the
+    row's largest model, according to its own power laws.
     """
     systems = by_system(outcomes)
     first = next(iter(systems))

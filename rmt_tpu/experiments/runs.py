@@ -186,7 +186,7 @@ class PlannedRuns:
     def settled(self, run: PlannedRun) -> bool:
         """Return whether a run is complete or has diverged, according to its folder or a record.
 
-        If there is no record yet, it is added.
+        If a settled run has no record yet, its record is added.
         """
         if self.records is not None and self.records.find(run.config, run.grows_from):
             return True

@@ -93,7 +93,7 @@ def _search(scale: Scale, system: str, width: int) -> Search:
 
 
 def _searches(system: str, width: int) -> tuple[str, ...]:
-    """Return the names of the searches that a system's arms (models) take their values from."""
+    """Return the names of the searches whose best values an arm (a model) gets."""
     ends = WIDTHS[0], WIDTHS[-1]
     return tuple(_name(system, end) for end in ((width,) if width in ends else ends))
 
