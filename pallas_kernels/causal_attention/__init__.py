@@ -217,9 +217,9 @@ def _attention_after(call, window, qkv, before, filled, scale, slopes):
     out, sums = _part_forward(call, operands)
     if slopes is not None:
         # The kernels assume that the first new token has the same position, `most`, in all batch
-        # rows. In a row with fewer earlier tokens, ALiBi's distances are then too large by `most -
-        # filled`. All logits of the row are too low by the same amount, so only the log-sum-exps
-        # need a correction.
+        # rows. In a row with fewer earlier tokens, ALiBi's distances are then too large by
+        # `most - filled`. All logits of the row are too low by the same amount, so only the
+        # log-sum-exps need a correction.
         sums = sums + slopes * (most - filled)[:, None, None]
     return merged(own, (out, sums))[0].astype(qkv.dtype)
 

@@ -13,8 +13,8 @@ value heads. `rows` is the preferred memory order, for implementations with kern
 
 Outputs are in the dtype of the queries. `log_sums` contains each softmax's log-sum-exp, at least
 float32. If `to` is not None, the output is written into that slice of a stack, and the stack is
-returned in place of the output. With logits s and weights p, the backward pass computes `ds = p
-(d_out v - sum(out d_out))`, where the sum runs over an output vector's entries.
+returned in place of the output. With logits s and weights p, the backward pass computes
+`ds = p (d_out v - sum(out d_out))`, where the sum runs over an output vector's entries.
 """
 
 from typing import Literal, NamedTuple

@@ -11,12 +11,12 @@ key-vector kernels write the latter. It requires queries, keys and values of equ
 array. Heads are extracted once from a size-major block, and stay in VMEM for all pairs that contain
 the block.
 
-In the forward pass, the weights of a pair are relative to the largest logit so far, and earlier
-sums are rescaled when a larger logit is found (Milakov and Gimelshein 2018; Dao et al. 2022). In
-the backward pass, pairs are ordered by key block. The gradients of all queries of a span stay in
-VMEM until their last key block is processed. This also limits the length of a span. Weights are
-recomputed from the log-sum-exps. The backward pass takes five matrix products per pair. Separate
-kernels for the gradients of queries and of keys would take seven.
+In the forward pass, weights are relative to the largest logit so far. When a larger logit is found,
+earlier sums are rescaled (Milakov and Gimelshein 2018; Dao et al. 2022). In the backward pass,
+pairs are ordered by key block. The gradients of all queries of a span stay in VMEM until their last
+key block is processed. This also limits the length of a span. Weights are recomputed from the
+log-sum-exps. The backward pass takes five matrix products per pair. Separate kernels for the
+gradients of queries and of keys would take seven.
 
 Masks are applied only where they are needed: on the diagonal, at the end of a window, and in pairs
 with several segments. Pairs whose ranges of segment ids do not overlap are skipped.

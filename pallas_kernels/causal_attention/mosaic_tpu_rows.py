@@ -80,8 +80,8 @@ class Layout(NamedTuple):
     def view(self, block: Any, first: Any) -> Any:
         """Return a block of 128 tokens as words, in the order of `fetch`, starting at `first`.
 
-        `first` must be a multiple of `VIEWED`, because the offset of a load within a tile of
-        `VIEWED` words must be known at compile time.
+        `first` must be a multiple of `VIEWED`. The offset of a load within a tile of that many
+        words is then known at compile time.
         """
         words = block.bitcast(jnp.int32).reshape(self.size * self.words, LANES)
         return words.at[pl.ds(first, (self.size - 1) * self.words + VIEWED)]

@@ -151,8 +151,8 @@ def _scores(x, k, log_decay, narrow):
     """Compute the inner products of x with decayed keys, and sums of the log decays g.
 
     Returns:
-      Four arrays. The first contains, for each of several x, a matrix of the products `sum_c x_ic
-      k_jc e^(G_ic - G_jc)` of tokens i > j, and 0 elsewhere. The second contains the products for i
+      Four arrays. The first contains a matrix for each of several x. For tokens i > j, its entries
+      are `sum_c x_ic k_jc e^(G_ic - G_jc)`, and elsewhere 0. The second contains the products for i
       = j, where the exponential is 1. The third is G, the sum of g up to each token. The fourth is
       the sum of g over the later tokens of the chunk.
     """

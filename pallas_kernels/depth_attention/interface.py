@@ -49,9 +49,9 @@ The first `count` rows of the bank are active. The others are empty: their weigh
 
         In the cotangent of `mixed` [S, T, D], row `site` is replaced by this site's gradient, and
         the other rows do not change. This site's gradient of `current` is added to the cotangent of
-        `current`. With h' the cotangent of h, the gradient of `mixed` is (1 - p) h',
-        d_logit = p (1 - p) <h', current - mixed>, and the gradient of `current` is
-        p h' + d_logit d logit / d current. Kernels overwrite both cotangents.
+        `current`. Let h' be the cotangent of h. The gradient of `mixed` is (1 - p) h'. The gradient
+        of `current` is p h' + d_logit d logit / d current, with
+        d_logit = p (1 - p) <h', current - mixed>. Kernels overwrite both cotangents.
 
     merge_at(MergeAt, *, norm, epsilon, norm_epsilon) -> z [T, D]
 

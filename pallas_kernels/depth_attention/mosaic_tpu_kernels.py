@@ -110,7 +110,7 @@ class VectorsCall:
         """Return how many of a chunk's `sources` the matrix unit adds to the weighted sum.
 
         If `sources` is one or two more than a multiple of 8, the vector unit adds the last one or
-        two, because the matrix unit would take as long as for 8.
+        two. The matrix unit would take as long for them as for 8 sources.
         """
         return sources - sources % 8 if sources % 8 in (1, 2) else sources
 

@@ -252,9 +252,9 @@ def merge_backward(inputs, outputs, scratch, *, call: MatricesCall):
 def differentiate_merge(call: MatricesCall, inputs, outputs, d_h, shared, exists):
     """Compute the backward pass of `h = mixed + p (current - mixed)` for one tile.
 
-    The gradient of `mixed` is (1 - p) d_h. With d_logit = p (1 - p) <d_h, current - mixed>, the
-    gradient of `current`, which is added to its cotangent, is
-    p d_h + d_logit (rstd query - rstd^2 / D logit current).
+    The gradient of `mixed` is (1 - p) d_h. Let d_logit = p (1 - p) <d_h, current - mixed>. The
+    gradient of `current` is p d_h + d_logit (rstd query - rstd^2 / D logit current). It is added to
+    the cotangent of `current`.
 
     Args:
       call, inputs, outputs: the static parameters and the refs of the kernel.

@@ -45,8 +45,9 @@ def merge_backward(inputs, outputs, scratch, *, call: VectorsCall):
     A parameter's cotangent has 8 rows of partial sums, which the caller adds up. Let n be the
     normalised h, h_rstd the rstd of h, and a = norm_gain * d_z. The cotangent of h is `d_h = h_rstd
     (a - mean(a) - n mean(a n))`. For rmsnorm, the term mean(a) is absent. The gradient of `mixed`
-    is `(1 - p) d_h`. With `d_logit = p (1 - p) <d_h, current - mixed>`, the gradient of `current`,
-    which is added to its cotangent, is `p d_h + d_logit (rstd query - rstd^2 / D logit current)`.
+    is `(1 - p) d_h`. Let `d_logit = p (1 - p) <d_h, current - mixed>`. The gradient of `current` is
+    `p d_h + d_logit (rstd query - rstd^2 / D logit current)`. It is added to the cotangent of
+    `current`.
     """
     tile = Tile(call)
 

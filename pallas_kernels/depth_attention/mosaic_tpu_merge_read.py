@@ -5,11 +5,11 @@ There is one kernel for the forward pass and one for the backward pass. The mix 
 `mosaic_tpu_matrices`, and then normalised and read as in the key-vector kernels. The backward pass
 computes h again, and also keeps the cotangent of h in VMEM.
 
-For T tokens with E bytes per entry, the forward pass takes `2 T P K V` FLOPs and moves
-`E T V (2 K + P)` bytes; the backward pass takes `4 T P K V` FLOPs and moves `E T V (5 K + P)`
-bytes. Separate kernels for the merge and the read move `E T V (4 K + P)` bytes forward and
-`E T V (8 K + P)` bytes backward, not counting the recomputation of h. The separate kernels are used
-for matrices that are too large for the kernels of this module.
+Let there be T tokens with E bytes per entry. The forward pass takes `2 T P K V` FLOPs and moves
+`E T V (2 K + P)` bytes. The backward pass takes `4 T P K V` FLOPs and moves `E T V (5 K + P)`
+bytes. Separate kernels for the merge and the read would move `E T V (4 K + P)` and
+`E T V (8 K + P)` bytes, without the recomputation of h. They are used for matrices that are too
+large for this module.
 """
 
 import dataclasses

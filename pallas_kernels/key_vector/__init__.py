@@ -108,8 +108,8 @@ def store_norm_retrieve(
     Args:
       residual: X, one `K x V` matrix per token, with any leading token axes. The dtype is a float
         dtype, or int16 for fixed point. `undo` recovers an int16 X exactly. A token's z is NaN if
-        its int16 residual overflows, or if the standard deviation (for rmsnorm, the root mean
-        square) of its entries is less than two fixed-point steps.
+        its int16 residual overflows. It is also NaN if the standard deviation (for rmsnorm, the
+        root mean square) of the residual's entries is less than two fixed-point steps.
       store_keys: w, the keys under which the R data vectors are written.
       data: y, the R data vectors per token.
       gain: the norm's gain. The norm is computed over all `K * V` entries of a token together.
