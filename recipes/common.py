@@ -35,8 +35,8 @@ _RUN_FLAGS = [
      ("learning_rate", "train.optimizer.learning_rate", float, "peak learning rate"),
      ("batch_size", "train.batch_size", int, "sequences per step, over all devices"),
      ("mesh", "train.mesh", str, "mesh axes, like data=2,fsdp=4; -1 means all remaining devices"),
-     ("init_from", "train.init_from", str, "run folder, or folder in Hugging Face format, that "
-      "supplies the initial parameters of a new run"),
+     ("init_from", "train.init_from", str, "a run folder or a folder in Hugging Face format, "
+      "from which a new run takes its initial parameters"),
      ("with_optimizer", "train.with_optimizer", bool, "continue the run of --init_from in another "
       "folder, with its optimizer state, step number and position in the text"),
      ("seed", "train.seed", int, "seed of the parameters and the data order"),

@@ -3,7 +3,7 @@
     python -m recipes.export --workdir=runs/llama-153m --output=llama-153m-hub
 
 The folder gets config.json and safetensors files. The format supports models with RMSNorm, RoPE,
-SwiGLU and the ordinary additive residual (`llama-...` presets), and a few more kinds. For any other
+SwiGLU and the standard residual (`llama-...` presets), and a few more kinds. For any other
 model, the command stops with an error that names the unsupported config field. Other programs can
 load the folder. The recipes train, generate and evaluate load it with --init_from.
 

@@ -23,8 +23,9 @@ from rmt_tpu.progress import ProgressDisplay
 from rmt_tpu.training import signals
 
 _INPUT = flags.DEFINE_string(
-    "input", None, "text: stdlib, or comma-separated .txt, .jsonl, .parquet and .arrow files and "
-    "globs, local, gs:// or an fsspec URL; .txt and .jsonl may end in .gz or .zst",
+    "input", None, "the text: stdlib, or comma-separated names and globs of .txt, .jsonl, .parquet "
+    "and .arrow files; each may be local, gs:// or an fsspec URL; .txt and .jsonl may end in .gz "
+    "or .zst",
     required=True,
 )  # fmt: skip
 _TOKENIZER = flags.DEFINE_string(

@@ -17,7 +17,8 @@ from rmt_tpu.errors import UsageError, arguments_as_flags
 _WORKDIR = flags.DEFINE_string(
     "workdir",
     None,
-    "run folder of recipes.train, local or gs://, or folder in Hugging Face format",
+    "a run folder written by recipes.train, or a folder in Hugging Face format; either may be "
+    "local or gs://",
     required=True,
 )
 _STEP = flags.DEFINE_integer(

@@ -18,7 +18,7 @@ def text_changes(changes: Mapping[str, Any], flag_names: Mapping[str, str]) -> d
     and no mixture, the config's mixture is removed.
 
     Args:
-      changes: the config changes of the flags, by config path.
+      changes: maps config paths to the values that flags set.
       flag_names: maps each path in `changes` to the flag as written on the command line.
 
     Raises:

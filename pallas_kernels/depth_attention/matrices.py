@@ -23,29 +23,29 @@ from pallas_kernels.depth_attention.interface import (
 class MatricesAsVectors:
     """An implementation of depth attention for matrices that runs the ops for vectors.
 
-    The methods are the functions of `interface`.
+    The methods have the arguments and results of the functions in `interface` with the same names.
     """
 
     def __init__(self, module: ModuleType):
         self._module = module
 
     def partial(self, operands: Partial, **options):
-        """Compute `partial` over matrices that are flattened to vectors of K V entries."""
+        """Flatten the matrices, and call `partial` of the implementation for vectors."""
         out = self._module.partial(_flat(operands), **options)
         mixed = (operands.queries.shape[0], *operands.sources.shape[1:])
         return out[0].reshape(mixed), out[1].reshape(mixed[:-2])
 
     def partial_backward(self, operands: Partial, cotangents: PartialCotangents, **options):
-        """Compute `partial_backward` over flattened matrices."""
+        """Flatten the matrices, and call `partial_backward` of the implementation for vectors."""
         out = self._module.partial_backward(_flat(operands), _flat(cotangents), **options)
         return out[0].reshape(operands.queries.shape), out[1].reshape(operands.sources.shape)
 
     def merge(self, operands: Merge, **options):
-        """Compute `merge` over flattened matrices."""
+        """Flatten the matrices, and call `merge` of the implementation for vectors."""
         return self._module.merge(_flat(operands), **options).reshape(operands.current.shape)
 
     def merge_backward(self, operands: Merge, cotangents: MergeCotangents, **options):
-        """Compute `merge_backward` over flattened matrices."""
+        """Flatten the matrices, and call `merge_backward` of the implementation for vectors."""
         g = self._module.merge_backward(_flat(operands), _flat(cotangents), **options)
         like = MergeGradients(
             operands.query, operands.mixed, operands.log_sums, operands.current, None

@@ -18,8 +18,8 @@ class SeparateMergeRead:
     """An implementation of `merge_read` that combines two implementations.
 
     The first implementation provides `merge` for matrices, and the second provides the key-vector
-    ops. The methods are the functions of `interface`. They pass additional `options` to both
-    implementations.
+    ops. The methods have the arguments and results of the functions in `interface` with the same
+    names. They pass additional `options` to both implementations.
     """
 
     def __init__(self, merges: Any, key_vector: Any):
@@ -35,7 +35,7 @@ class SeparateMergeRead:
         dtype: DTypeLike,
         **options: Any,
     ) -> tuple[Float[Array, "B T P V"], Statistics]:
-        """Compute `merge_read`: merge without a norm, then read the result with the keys."""
+        """Merge without a norm, and then read the result with the keys."""
         h = self._merges.merge(operands.merge, epsilon=epsilon, **_NO_NORM, **options)
         options |= {"norm": norm, "epsilon": norm_epsilon, "dtype": dtype}
         out = self._key_vector.forward(SiteOperands(h, None, None, *operands[1:]), **options)

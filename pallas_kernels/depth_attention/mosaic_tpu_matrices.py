@@ -113,7 +113,7 @@ def partial(
 
 
 def _partial(call: MatricesCall, queries, bank, first, count, prior):
-    """Compute `partial` over `call.N` rows of the bank, starting at row `first`.
+    """Run the kernel for `partial` on `call.N` rows of the bank, starting at row `first`.
 
     The arrays have the kernels' layout, with tokens last.
     """

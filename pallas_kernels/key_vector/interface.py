@@ -82,7 +82,7 @@ class Statistics(NamedTuple):
     `mean` is 0 for rmsnorm. `rstd` is `1 / sqrt(variance + epsilon)`. For an int16 residual, the
     fixed-point scale is removed from both. `rstd` is NaN for a token whose int16 residual has
     overflowed. With `scale`, it is also NaN if the standard deviation is less than LEAST_STEPS
-    steps. Kernels write and read the two together, so they are stored in one array.
+    fixed-point steps. Kernels write and read the two together, so they are stored in one array.
     """
 
     both: Float[Array, "B 2 N"] | StackSlice

@@ -139,9 +139,10 @@ def _values(sizes, x):
 
 
 def _steps(sizes, written):
-    """Convert `written` to fixed-point steps of an int16 residual, rounded to int32.
+    """Return `written` in units of the int16 residual's fixed-point step, as int32.
 
-    NaN is converted to an integer that overflows int16.
+    The values are rounded to the nearest integer. NaN is converted to an integer that overflows
+    int16.
     """
     limit = 2.0**21
     steps = sizes.steps * written
@@ -239,7 +240,8 @@ def _normalised_anew(sizes, ref, t, values, overflows, epsilon, scale):
     """Compute a token's statistics, write them, and return the token's normalised residual.
 
     For int16, rstd is NaN if an entry overflows. With `scale`, it is also NaN if the entries'
-    standard deviation is less than LEAST_STEPS steps. Without `scale`, only the mean is subtracted.
+    standard deviation is less than LEAST_STEPS fixed-point steps. Without `scale`, only the mean
+    is subtracted.
     """
     size = sizes.K * sizes.V
     mean = jnp.float32(0)

@@ -240,7 +240,7 @@ def _read_backward(call: KeyVectorKernelCall, inputs, outputs, scratch, first, e
     keys = ReadKeys(call, inputs, scratch, first)
     s, blocks = call.sizes, call.blocks
     residual, d_scaled = inputs["residual"], scratch["d_scaled"]
-    # Convert the mean to the scale of the stored values, which are steps for int16.
+    # Convert the mean to the scale of the stored values, which are fixed-point steps for int16.
     mean = inputs["statistics"][0, 0:1] / call.unit
     rstd = inputs["statistics"][0, 1:2]
     shift = mean if call.shifted else None
@@ -290,7 +290,8 @@ def _read_backward(call: KeyVectorKernelCall, inputs, outputs, scratch, first, e
     slope = -(rstd * rstd * call.unit) * mean_an
     offset = -mean_a if call.centred else jnp.zeros_like(mean_an)
     # A float32 residual may have a large mean, which must be subtracted before multiplying to avoid
-    # cancellation. An int16 residual's mean is at most 2^15 steps, which is small enough.
+    # cancellation. An int16 residual's mean is at most 2^15 fixed-point steps, which is
+    # small enough.
     less_mean = call.shifted and not call.integer
     if not less_mean:
         offset = offset - slope * mean
@@ -444,8 +445,9 @@ def _aligned(ref, padded):
 def _zero_tail(call, inputs, tail, core, j):
     """Zero the inputs beyond the last token, and return a mask of the tokens that exist.
 
-    The memory beyond the last token has arbitrary values, which would spoil sums over tokens. An
-    input that shares its buffer with an output is not zeroed, because that would change the output.
+    The memory beyond the last token has arbitrary values. Without zeroing, they would be included
+    in sums over tokens. An input that shares its buffer with an output is not zeroed, because that
+    would change the output.
     """
     last = j == tail.tile
     if tail.core is not None:

@@ -33,7 +33,7 @@ def store_rows(call: KeyVectorKernelCall, store_keys):
 
 
 def store_columns(call: KeyVectorKernelCall, store_keys):
-    """Return the transposed store keys [K, R], divided by the step if the residual is int16."""
+    """Return the transposed store keys [K, R], for int16 divided by the fixed-point step."""
     columns = store_rows(call, store_keys).astype(jnp.float32).T / call.unit
     return columns.astype(call.sizes.data_dtype)
 

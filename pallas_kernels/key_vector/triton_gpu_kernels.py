@@ -118,7 +118,7 @@ def _each_chunk(chunks, body, carry):
 
 
 def _values(site, block):
-    """Convert a residual's `block` to float32; int16 values are multiplied by the step."""
+    """Convert a residual's `block` to float32; multiply int16 values by the fixed-point step."""
     values = block.astype(jnp.float32)
     return values / site.steps if block.dtype == jnp.int16 else values
 
@@ -133,9 +133,10 @@ def _written(store_keys, data):
 
 
 def _steps(site, written):
-    """Convert `written` to fixed-point steps of an int16 residual, rounded to int32.
+    """Return `written` in units of the int16 residual's fixed-point step, as int32.
 
-    NaN is converted to an integer that overflows int16.
+    The values are rounded to the nearest integer. NaN is converted to an integer that overflows
+    int16.
     """
     # A float32 of about 1.5 * 2^23 has no bits for a fraction, so adding that number rounds to an
     # integer, with ties to even.

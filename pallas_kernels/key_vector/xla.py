@@ -211,12 +211,14 @@ def _undo_write(residual, store_keys, data, fraction_bits):
 def _written(residual, store_keys, data, fraction_bits):
     """Compute the write `sum_r w_r (x) y_r`, with w the store keys and y the data.
 
-    For an int16 residual, the result is a rounded number of steps, as int32.
+    For an int16 residual, the result is in units of the fixed-point step, rounded to the nearest
+    integer, as int32.
     """
     written = _einsum("rk,bnrv->bnkv", store_keys.astype(data.dtype), data)
     if residual.dtype != jnp.int16:
         return written
-    # The number of steps is clipped, because converting a float that overflows int32 is undefined.
+    # The number of fixed-point steps is clipped, because converting a float that overflows int32
+    # is undefined.
     steps = jnp.clip(jnp.round(2.0**fraction_bits * written), -(2.0**24), 2.0**24)
     # A NaN must be detected too. Integers have no NaN, so a NaN becomes a number that overflows
     # int16.

@@ -1,7 +1,8 @@
 """A reference implementation of products with one layer's matrices.
 
-For T rows of K numbers and P matrices [K, N] with E bytes per number, the op takes `2 T P K N`
-FLOPs and moves `E (T K + P K N + T P N)` bytes.
+The products are computed directly from their definition. For T rows of K numbers and P matrices
+[K, N] with E bytes per number, the op takes `2 T P K N` FLOPs and moves
+`E (T K + P K N + T P N)` bytes.
 """
 
 import jax.numpy as jnp

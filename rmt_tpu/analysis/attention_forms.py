@@ -36,7 +36,7 @@ class AttentionForm:
 def attention_forms(
     model: cfg.ModelConfig, target: Target, length: int, segments: bool = True
 ) -> tuple[AttentionForm, ...]:
-    """Return the implementation of each kind of softmax attention in a model, by depth.
+    """Return the implementation of each kind of softmax attention in a model, in order of depth.
 
     Args:
       model: the model; its compute dtype "auto" counts as bfloat16, as on an accelerator.

@@ -122,8 +122,8 @@ def random_batch(vocab_size: int, *, rows: int = 8, seq: int = 16, seed: int = 0
 
 # Reports -------------------------------------------------------------------------------------
 
-# The coordinates of models, by name of the parametrisation and then by width. A width is given as a
-# multiple of the width of the first model.
+# Maps the name of a parametrisation to a dict from width to the coordinates of a model. A width is
+# given as a multiple of the width of the first model.
 CoordinatesByModel = dict[str, dict[int | float, Coordinates]]
 
 

@@ -74,7 +74,7 @@ def ratios(rows: Sequence[DecodeRow]) -> list[dict[str, Any]]:
 
 
 def figure(rows: Sequence[DecodeRow], versions: str) -> Any:
-    """Plot, by batch size, the times of decode steps or their share of HBM bandwidth."""
+    """Plot the times of decode steps, or their share of HBM bandwidth, over batch size."""
     from matplotlib.figure import Figure
 
     devices = _by_device(rows)

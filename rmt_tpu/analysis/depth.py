@@ -344,7 +344,7 @@ def _depth_weights(decoder: Decoder, means: list[np.ndarray]) -> DepthWeights | 
 
 
 def table(profiles: dict[str, DepthProfile]) -> str:
-    """Return a Markdown table with the first and last value of each curve, by run.
+    """Return a Markdown table with the first and last value of each curve of each run.
 
     The table also has the weight of the newest source, the weight of the embedding, and the
     entropy. These are averaged over sites with more than one source. Within a block, the newest

@@ -20,8 +20,8 @@ class DeviceCase:
       op: the name of the op.
       size: the sizes of the arrays, as text.
       function: a function that calls the op, as `function(implementation, **inputs)`, and returns
-        the results by name.
-      inputs: a function that creates the inputs, by name.
+        a dict from name to result.
+      inputs: a function that creates the inputs, as a dict from name to array.
       flops: the FLOPs of the forward pass.
       gradients: whether to check the gradients of the floating-point inputs; if so, all results are
         floating-point.

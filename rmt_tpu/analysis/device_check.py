@@ -49,8 +49,8 @@ class CheckRow:
     Attributes:
       op, size: the op and the size of the case, as text.
       implementation: the name of the implementation that ran.
-      differences, bounds: for each result and gradient, by name, its difference from the expected
-        value and the bound on that difference; see `device_compare.compare`.
+      differences, bounds: map the name of each result and gradient to its difference from the
+        expected value, and to the bound on that difference; see `device_compare.compare`.
       seconds: the time of one call, forward and backward, or None if it was not timed.
       bytes, flops: the minimum number of bytes that the call moves, and its FLOPs.
       error: why the case did not run, in one line.

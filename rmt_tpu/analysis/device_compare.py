@@ -54,12 +54,12 @@ class RelativeError(NamedTuple):
 def compare(
     case: DeviceCase, inputs: Arrays, got: Arrays, want: Arrays
 ) -> tuple[dict[str, float], dict[str, float]]:
-    """Return, by name, the differences of results from expected values, and their bounds.
+    """Return the differences of results from expected values, and the bounds on them.
 
-    Each result has a maximum difference, under its name, and a root mean square, under "name
-    (rms)". For a result that must be exact, the difference is the maximum distance in integer
-    steps. A difference is NaN if one of the two arrays contains NaN or infinity, or if their shapes
-    differ.
+    Both are dicts from name to number. Each result has a maximum difference, under its name, and a
+    root mean square, under "name (rms)". For a result that must be exact, the difference is the
+    maximum absolute difference of the stored numbers. A difference is NaN if one of the two arrays
+    contains NaN or infinity, or if their shapes differ.
     """
     differences, bounds = {}, {}
     for name, x in got.items():

@@ -83,7 +83,7 @@ def rows() -> list[ImplementationRow]:
 
 @functools.cache
 def groups() -> dict[str, Implementations]:
-    """Return all groups of implementations in `pallas_kernels` by name."""
+    """Return a dict from name to group, for all groups of implementations in `pallas_kernels`."""
     modules = [m for name, m in sys.modules.items() if name.startswith("pallas_kernels")]
     values = [value for module in modules for value in vars(module).values()]
     return {value.name: value for value in values if isinstance(value, Implementations)}
@@ -311,7 +311,7 @@ def choice(row: ImplementationRow, call: OpCall, platform: str, kind: str) -> Im
 def _choices(kind: str) -> dict[tuple[str, int], dict[str, ImplementationChoice]]:
     """Return the implementations of all calls on a kind of device.
 
-    The result maps the name of a row and the index of a call to a dict by platform.
+    The result maps the name of a row and the index of a call to a dict from platform to choice.
     """
     calls = {(row.name, i): (row, c) for row in rows() for i, c in enumerate(row.calls)}
     found = {}

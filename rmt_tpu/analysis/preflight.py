@@ -105,8 +105,8 @@ class StepTime:
     """The estimated time of one step; times are in seconds.
 
     Attributes:
-      parts: the time of each of GROUPS by the best-guess cost model, without collectives.
-      by_model: the time of all parts together, by each of `estimator.MODELS`.
+      parts: maps each of GROUPS to its time in the best-guess cost model, without collectives.
+      by_model: maps each of `estimator.MODELS` to the time of all parts together.
       collectives: the time of all collectives if none overlaps with other work.
       overlapped: the time of those collectives that can overlap with other work.
       mfu: the model FLOPs utilization of a step that takes `total`. It is the model's FLOPs/s
@@ -138,9 +138,10 @@ class StepTime:
 
     @property
     def range(self) -> tuple[float, float]:
-        """The range of the step's time in seconds over the cost models.
+        """The range of the step's time in seconds over the cost models, as a pair.
 
-        The range starts at `least` by the lowest cost model, and ends at `total` by the highest.
+        The lower end is the smallest `least` of any cost model, and the upper end is the largest
+        `total` of any.
         """
         shortest, longest = min(self.by_model.values()), max(self.by_model.values())
         return self._hidden(shortest), longest + self.collectives
@@ -160,7 +161,7 @@ class Preflight:
     Attributes:
       config: the run's config.
       target: the device and its topology.
-      mesh: the size of each mesh axis by name.
+      mesh: maps the name of each mesh axis to its size.
       fits: whether the step fits in memory.
       limit: the bytes of a device's memory that are available to a program.
       memory: maps each of KINDS to the bytes that this kind occupies on one device.

@@ -100,7 +100,7 @@ class InstructionCost:
 
     @property
     def cycles(self) -> float:
-        """The cycles of all calls, by the best-guess cost model."""
+        """The cycles of all calls, according to the best-guess cost model."""
         return self.by_model[BEST_GUESS]
 
 
@@ -135,12 +135,12 @@ class StepCost:
 
     @property
     def cycles(self) -> float:
-        """The cycles of the step by the best-guess cost model."""
+        """The cycles of the step, according to the best-guess cost model."""
         return self.by_model[BEST_GUESS]
 
     @functools.cached_property
     def by_model(self) -> dict[str, float]:
-        """The cycles of the step by each cost model of MODELS."""
+        """A dict from each cost model of MODELS to its cycles of the step."""
         return {name: float(sum(row.by_model[name] for row in self.rows)) for name in MODELS}
 
     @property

@@ -314,7 +314,7 @@ def transfer(rows: Sequence[SweepRow]) -> str:
 
 
 def _last_rungs(rows: Sequence[SweepRow]) -> dict[str, list[SweepRow]]:
-    """Return, by variant, the results with the largest number of training steps."""
+    """Return a dict from variant to its results with the largest number of training steps."""
     most = max(row.steps for row in rows)
     found: dict[str, list[SweepRow]] = {}
     for row in rows:

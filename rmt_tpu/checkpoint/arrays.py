@@ -190,7 +190,7 @@ def describe(name: str, leaf: Any) -> StoredArray:
 
 
 def to_store(tree: Any, compression: str) -> tuple[dict[str, Any], list[StoredArray]]:
-    """Return the arrays to write, by name, and their descriptions.
+    """Return the arrays to write, as a dict from name to array, and their descriptions.
 
     PRNG keys are replaced by their key data.
     """

@@ -336,9 +336,10 @@ class Checkpointer:
         return treedef.unflatten(values)
 
     def arrays(self, step: int | None = None) -> dict[str, StoredArray]:
-        """Return the descriptions of the arrays in a step, by name, reading only its manifest.
+        """Return a dict from array name to description, for the arrays in a step.
 
-        A single process may call this method without the other processes.
+        Only the step's manifest is read. A single process may call this method without the other
+        processes.
 
         Args:
           step: the step; by default the newest step with an undamaged manifest.
@@ -465,7 +466,7 @@ class _Found(NamedTuple):
     Attributes:
       step: the step.
       attempt: name of the valid attempt's folder.
-      arrays: the descriptions of the arrays, by name.
+      arrays: maps the name of each array to its description.
       meta: the metadata with which the step was saved.
     """
 

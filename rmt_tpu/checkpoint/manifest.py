@@ -83,7 +83,7 @@ def seal(arrays: list[StoredArray], meta: dict) -> bytes:
 
 
 def unseal(manifest: bytes) -> tuple[dict[str, StoredArray], dict]:
-    """Decode a manifest into the descriptions of its arrays, by name, and its metadata.
+    """Decode a manifest into a dict from array name to description, and its metadata.
 
     Raises:
       Fault: the manifest is damaged, or its content is impossible.

@@ -91,7 +91,7 @@ def blocks_of(sources: dict[str, Any], arrays: Iterable[StoredArray]) -> deque[B
     Each piece lies within one shard. No other process writes the same numbers.
 
     Args:
-      sources: the arrays, by name.
+      sources: maps the name of each array to the array.
       arrays: the descriptions of the arrays.
     """
     arrays = list(arrays)

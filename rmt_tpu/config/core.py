@@ -99,8 +99,8 @@ def check_situ(core: Any) -> None:
         default, value = getattr(type(core), name), getattr(core, name)
         if core.activation != "situ" and value != default:
             raise UsageError(
-                f"{type(core).__name__}.{name}={value} needs activation='situ', not "
-                f"{core.activation!r}; legal without it: {default}"
+                f"{type(core).__name__}.{name}={value} requires activation='situ', not "
+                f"{core.activation!r}; set activation=situ, or set {name}={default}"
             )
 
 
@@ -123,8 +123,9 @@ class Heads(Computes):
 
     @property
     def divided_heads(self) -> dict[str, int]:
-        """The numbers of heads that must be divisible by the number of devices, by config field.
+        """A dict from config field to number of heads.
 
-        If several devices share a sequence, each computes an equal part of the heads.
+        It has an entry for each number that must be divisible by the number of devices. If several
+        devices share a sequence, each computes an equal part of the heads.
         """
         return {"num_heads": self.num_heads}

@@ -76,7 +76,8 @@ class Attention(Heads):
             self._check_rope(self.positions.dims)
         if self.query_key_norm_over == "heads" and not self.query_key_norm:
             raise UsageError(
-                "Attention.query_key_norm_over='heads' needs query_key_norm; legal without it: head"
+                "Attention.query_key_norm_over='heads' requires query_key_norm; set "
+                "query_key_norm=true, or set query_key_norm_over=head"
             )
         if self.num_heads % self.kv_heads:
             legal = [n for n in range(1, self.num_heads + 1) if self.num_heads % n == 0]
@@ -131,7 +132,10 @@ class Attention(Heads):
 
     @property
     def divided_heads(self) -> dict[str, int]:
-        """The numbers of heads that must be divisible by the number of devices, by field."""
+        """A dict from field name to number of heads.
+
+        It has an entry for each number that must be divisible by the number of devices.
+        """
         return {"num_heads": self.num_heads, "num_kv_heads": self.kv_heads}
 
     def sharing_heads(self, devices: int) -> "Attention":
@@ -361,7 +365,10 @@ class Kda(Heads):
 
     @property
     def divided_heads(self) -> dict[str, int]:
-        """The numbers of heads that must be divisible by the number of devices, by field."""
+        """A dict from field name to number of heads.
+
+        It has an entry for each number that must be divisible by the number of devices.
+        """
         return {"num_heads": self.num_heads, "num_key_heads": self.key_heads}
 
     @property

@@ -125,7 +125,7 @@ class _DepthAttention(BankedSystem):
         return sum(sources) * 2 * size * (1 + scored) + projection + adds
 
     def logit_terms(self, model: Sizes) -> dict[str, int]:
-        """Return how many terms of order 1 are summed in a logit, by parameter name.
+        """Return a dict from parameter name to the number of terms of order 1 in a logit.
 
         For queries and key gains, the number is the size of a head, which is the residual's size
         divided by `num_heads`. For projections, it is the size of a head times that of the
@@ -342,7 +342,7 @@ class DeltaAttention(_Blocks):
         return sum(4 * size * deltas + 2 * size for deltas in self.sources(model.num_sublayers))
 
     def logit_terms(self, model: Sizes) -> dict[str, int]:
-        """Return how many terms are summed in a logit, by parameter name.
+        """Return a dict from parameter name to the number of terms that are summed in a logit.
 
         The number is the residual's size, for queries and key gains. Gates and the logits of null
         sources learn at the rate of other gains, and are not listed.
@@ -447,7 +447,7 @@ class Mudd(BankedSystem):
         return sum(4 * size * n + 2 * n**2 for n in self._weights(model))
 
     def logit_terms(self, model: Sizes) -> dict[str, int]:
-        """Return how many terms are summed in a weight, by name of the parameter.
+        """Return a dict from parameter name to the number of terms that are summed in a weight.
 
         The weights are outputs of networks. The number is the largest number of hidden units of a
         network. Only second projections are listed, because other parameters have the learning

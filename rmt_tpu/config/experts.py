@@ -105,10 +105,14 @@ class Experts(Computes):
         super().__post_init__()
         check_situ(self)
         if self.latent_norm and self.latent_dim is None:
-            raise UsageError("Experts.latent_norm=True needs latent_dim; legal without it: false")
+            raise UsageError(
+                "Experts.latent_norm=True requires latent_dim; set latent_dim, or set "
+                "latent_norm=false"
+            )
         if self.shared_gate and not self.shared:
             raise UsageError(
-                "Experts.shared_gate=True needs shared experts; legal without them: false"
+                "Experts.shared_gate=True requires shared experts; set shared to at least 1, or "
+                "set shared_gate=false"
             )
         if self.top_k > self.num_experts:
             raise UsageError(

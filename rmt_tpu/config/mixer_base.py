@@ -69,11 +69,11 @@ class System(Checked):
         return 0
 
     def logit_terms(self, model: Sizes) -> dict[str, int]:
-        """Return how many terms of order 1 are summed in a logit over depth, by parameter name.
+        """Return a dict from parameter name to the number of terms summed in a logit over depth.
 
-        A logit over depth is the score of an earlier output, from which a sublayer reads. If a
-        mixer has learned factors of the residual, the logarithm of a factor counts as a logit. The
-        result is empty for a mixer without such logits.
+        The terms are of order 1. A logit over depth is the score of an earlier output, from which a
+        sublayer reads. If a mixer has learned factors of the residual, the logarithm of a factor
+        counts as a logit. The result is empty for a mixer without such logits.
         """
         return {}
 

@@ -285,7 +285,7 @@ class ModelConfig(Checked):
     # The short form -----------------------------------------------------------------------------
 
     def short_form(self) -> dict[str, Any]:
-        """Return all fields by name, in the short form if the model has one.
+        """Return a dict from field name to value, in the short form if the model has one.
 
         The short form has other fields in place of `stacks`.
         """

@@ -203,8 +203,9 @@ class TrainConfig(Checked):
         parse_mesh(self.mesh)
         if self.freeze_steps is not None and not self.freeze:
             raise UsageError(
-                f"train.freeze_steps={self.freeze_steps} needs train.freeze, the patterns of the "
-                "parameters that are not trained; legal without it: null"
+                f"train.freeze_steps={self.freeze_steps} requires train.freeze (the patterns of "
+                "the parameters that are not trained); set train.freeze, or set "
+                "train.freeze_steps=null"
             )
         if self.with_optimizer and not self.init_from:
             raise UsageError(

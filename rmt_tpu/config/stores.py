@@ -68,10 +68,11 @@ class MatrixStore(Checked):
     for int16 (see `residual.fixed_point`), or if the residual grows too large for int16 in
     training.
 
-    The `dtype` "int16" is fixed point with a step of `2^-fraction_bits` and a range of 2^15 steps.
-    If `fraction_bits` is None, it is derived from the expected size of the residual. It is 7 for
-    weights of order 1; the step is then 1/128, and the range is 256. The loss becomes NaN if a
-    token's residual exceeds the range, or spreads over less than two steps.
+    The `dtype` "int16" is for fixed-point numbers with a step of `2^-fraction_bits` and a range of
+    2^15 steps. If `fraction_bits` is None, it is derived from the expected size of the residual. It
+    is 7 for weights of order 1; the fixed-point step is then 1/128, and the range is 256. The loss
+    becomes NaN if a token's residual exceeds the range, or spreads over less than two fixed-point
+    steps.
     """
 
     kind: ClassVar[str] = "matrix"

@@ -152,8 +152,9 @@ class Experts(Core):
     ) -> tuple[Float[Array, "batch seq vectors size"], Aux]:
         """Run the experts; return their output and a dict of scalars.
 
-        "loss" is the balance loss plus the terms of value 0 that return loads as gradients. With a
-        capacity, "dropped" is the number of token-expert choices that did not fit.
+        "loss" is the balance loss plus terms that are always 0. The gradients of these terms are
+        the experts' loads and, with `Quantiles`, the histograms `seen`. With a capacity, "dropped"
+        is the number of token-expert choices that did not fit.
         """
         x = concatenate(z.residual)
         scores = self._scores(x)
@@ -223,8 +224,9 @@ class Experts(Core):
     def _balance_loss(self, scores, biased, routing):
         """Return the balance loss for this device's tokens.
 
-        The result includes terms of value 0, whose gradients are the experts' loads. Without a
-        balance loss in the config, the result is 0 and has only these gradients.
+        The result includes terms that are always 0, whose gradients are the experts' loads and,
+        with `Quantiles`, the histograms `seen`. Without a balance loss in the config, the result is
+        0 and has only these gradients.
         """
         count, top_k = self.core.num_experts, self.core.top_k
         row_loads = _loads(routing.chosen, count, scores.dtype)

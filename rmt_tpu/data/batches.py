@@ -133,7 +133,7 @@ class StreamInMemory:
     def read(
         self, starts: Int64[np.ndarray, " rows"], length: int
     ) -> Int32[np.ndarray, "rows length"]:
-        """Return `length` tokens from each position in `starts`; see `Stream.read`."""
+        """Return `length` tokens from each position in `starts` onwards, with 0 beyond the end."""
         positions = starts[:, None] + np.arange(length)
         real = positions < len(self.tokens)
         tokens = self.tokens[np.where(real, positions, 0)]
@@ -365,8 +365,8 @@ def rank(text: str, seed: int) -> bytes:
 def cut(text: str, eval_fraction: float) -> tuple[str, str]:
     """Split a document of at least 2 characters into a head and a tail.
 
-    The tail has at most about the fraction `eval_fraction` of the characters, and starts at a line
-    or a word if possible.
+    The tail has roughly `eval_fraction` of the characters, or fewer, and starts at a line or a word
+    if possible.
     """
     tail = max(1, int(eval_fraction * len(text)))
     # Search for the end of a line or a word in the first half of the requested tail. At least half

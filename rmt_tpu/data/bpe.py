@@ -226,7 +226,7 @@ class BpeTokenizer(Tokenizer):
 
     @cached_property
     def _pieces(self) -> list[bytes]:
-        """The bytes that each token represents, by token id."""
+        """The bytes that each token represents, in the order of token ids."""
         pieces = [b""] * self.vocab_size
         spell = self._byte_level_piece if self._is_byte_level else self._other_piece
         for name, token in self._library.get_vocab(with_added_tokens=True).items():

@@ -317,8 +317,8 @@ def _complete(
     Args:
       folder: folder of the store.
       plan: the store's plan.
-      done: the parts that this process wrote, by number. Parts of other processes are read from
-        their manifests.
+      done: maps part numbers to the parts that this process wrote. Parts of other processes are
+        read from their manifests.
       kept: number of parts that existed before this call of `prepare`.
       source: the text source, for error messages.
     """

@@ -48,7 +48,7 @@ class PublishedCall:
     work: tuple[tuple[Work, int], ...]
 
     def estimated(self, model: str = BEST_GUESS) -> float:
-        """Return the estimated time of the call in seconds, by the cost model named `model`."""
+        """Return the time of the call in seconds, according to the cost model named `model`."""
         cycles = sum(MODELS[model](work) * times for work, times in self.work)
         return cycles / DEVICES[self.target].clock
 

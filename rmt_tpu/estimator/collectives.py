@@ -83,7 +83,7 @@ def collectives(
 
     Args:
       module: the compiled program.
-      mesh: the size of each mesh axis by name, from the outermost to the innermost.
+      mesh: maps the name of each mesh axis to its size, from the outermost to the innermost.
       ids: the device ids in mesh order, which are needed only if there are several slices.
     """
     found = []

@@ -140,7 +140,7 @@ class ProgramCost:
 
     @property
     def seconds(self) -> float:
-        """The time of one run in seconds, by the best-guess model."""
+        """The time of one run in seconds, according to the best-guess model."""
         return self.by_model[BEST_GUESS]
 
 

@@ -173,7 +173,7 @@ class Module:
     """A compiled program.
 
     Attributes:
-      computations: maps the name of each computation to a dict of its instructions by name.
+      computations: maps the name of each computation to a dict from name to instruction.
       entry: the name of the computation at which execution starts.
     """
 

@@ -120,11 +120,11 @@ def lower_case(
 
 
 def _key_vector() -> list[OpCase]:
-    """Return cases that write to a matrix residual and then read it.
+    """Return test cases for a write to a matrix residual followed by the next sublayer's reads.
 
     One sublayer writes R vectors to the residual, and the next sublayer reads P vectors. For
-    attention, P = 3R; for a feed-forward layer, P = R. There are cases of both, with small and with
-    large residuals.
+    attention, P = 3R; for a feed-forward layer, P = R. The cases cover both kinds of sublayer, and
+    small and large residuals.
     """
     rmt = shapes.RMT_305M
     sizes = [rmt, rmt.before_feed_forward, shapes.RMT_134M, shapes.RMT_LARGE]
@@ -157,7 +157,7 @@ def _store_norm_retrieve(size: KeyVector) -> OpCase:
 
 
 def _attention() -> list[OpCase]:
-    """Return attention cases with the sizes of the RMT paper's Transformers and of Gemma 2.
+    """Return test cases for attention, with sizes of the RMT paper's Transformers and of Gemma 2.
 
     Gemma 2 has cases with and without its soft cap. Its windows of 4096 tokens have an effect only
     in the case with the longer sequence.
@@ -219,7 +219,7 @@ def _causal_attention(
 
 
 def _depth() -> list[OpCase]:
-    """Return the cases of depth attention.
+    """Return test cases for depth attention.
 
     A site is the input of a sublayer. A source is a block sum, or the output of a sublayer. In the
     first cases, one site attends to all sources at once. The other cases are the two phases of the

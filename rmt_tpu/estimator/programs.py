@@ -318,7 +318,7 @@ def _check_installed(target: Target) -> None:
 
 
 def _schedules(target: Target, folder: Path, module: Module) -> dict[str, Schedule]:
-    """Return a dict from instruction name to the schedule that libtpu dumped.
+    """Return a dict from instruction name to the schedule that libtpu dumped for it.
 
     libtpu dumps only one schedule for several identical instructions, which all of them share.
     """

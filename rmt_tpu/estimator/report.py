@@ -63,7 +63,7 @@ class OpRow:
 
     @property
     def speedups(self) -> list[float]:
-        """The `speedup` by each cost model, in ascending order; empty without estimates."""
+        """The `speedup` in each cost model, in ascending order; empty without estimates."""
         if self.cost is None or self.portable_cost is None:
             return []
         portable, kernel = self.portable_cost.by_model, self.cost.by_model

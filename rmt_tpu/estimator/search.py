@@ -174,7 +174,7 @@ def search(
     Args:
       candidates: the candidates, with the default block sizes first.
       compile: a function that compiles a candidate, and returns its rating or a refusal.
-      fields: a function that returns a candidate's block sizes by name.
+      fields: a function that returns a candidate's block sizes, as a dict from name to size.
       grows: the names of the block sizes that increase the need for on-chip memory.
       clock: a function that returns the current time in seconds.
       until: the time on that clock after which no further candidate is started. The first candidate

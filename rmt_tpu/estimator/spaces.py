@@ -52,7 +52,7 @@ class Problem:
       device: the kind of device, as in the tuned tables, like "tpu_v5_lite".
       platform: the platform of the device, "tpu" or "cuda".
       kernel: the name of the kernel.
-      key: the sizes and dtypes that block sizes depend on, by name.
+      key: the sizes and dtypes that block sizes depend on, as pairs of a name and a value.
       tokens: the number of tokens; for some kernels, the number per sequence.
     """
 
@@ -166,7 +166,7 @@ def lower_candidate(
     Args:
       device: a device of the problem's kind.
       problem: the fields of a `Problem`, as JSON values.
-      blocks: the candidate's block sizes by name.
+      blocks: maps the name of each block size to the candidate's value.
     """
     kernel_problem = Problem(**(dict(problem) | {"key": tuned.items(dict(problem["key"]))}))
     call = SPACES[kernel_problem.platform, kernel_problem.kernel].call(
@@ -260,7 +260,7 @@ def _key_vector_call(op, modules, rows, key: Values, tokens: int) -> TuningCall:
       modules: the module with the kernels, and the module with plain JAX.
       rows: a function of `tokens` that returns the shape of the token axes: several sequences on a
         TPU, and a single sequence on a GPU.
-      key: the sizes and dtypes of the problem, by name.
+      key: maps names to the sizes and dtypes of the problem.
       tokens: the number of tokens per sequence.
     """
     size = KeyVector(*(key[name] for name in "KVRP"))

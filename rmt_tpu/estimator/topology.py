@@ -167,9 +167,9 @@ TARGETS = {
     )
 }  # fmt: skip
 
-# Devices that whole programs can be compiled for, by name. For some of them, libtpu dumps no kernel
-# schedules. The matrix units of TPU7x are not documented. They are assumed to be those of v6e, with
-# a clock rate that results in the published peak FLOP/s.
+# Maps names to the devices that whole programs can be compiled for. For some of them, libtpu dumps
+# no kernel schedules. The matrix units of TPU7x are not documented. They are assumed to be those of
+# v6e, with a clock rate that results in the published peak FLOP/s.
 DEVICES = TARGETS | {
     t.name: t
     for t in (
@@ -182,7 +182,7 @@ DEVICES = TARGETS | {
         _gpu("h200", "NVIDIA H200", 141 * 10**9),
     )
 }  # fmt: skip
-# The TPUs that reports accept, by name; by default, reports use TARGETS.
+# Maps names to the TPUs that reports accept; by default, reports use TARGETS.
 TPUS = {name: target for name, target in DEVICES.items() if target.platform == "tpu"}
 
 

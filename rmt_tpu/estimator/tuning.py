@@ -153,7 +153,7 @@ class Usage:
 
 
 def ptxas_usage(ptx: str) -> dict[str, Usage]:
-    """Run `ptxas`, and return the resources that it assigns to each kernel, by kernel name.
+    """Run `ptxas`, and return a dict from kernel name to the resources assigned to the kernel.
 
     Raises:
       CompilerError: `ptxas` rejects the code, for example because `ptxas` is older than jax

@@ -44,7 +44,8 @@ class RmtTpu(TemplateLM):
     added to lm-eval's cache at once, so `use_cache` can resume an interrupted evaluation.
 
     Args:
-      workdir: a run folder of `recipes.train`, local or gs://, or a folder in the hub's format.
+      workdir: a run folder written by `recipes.train`, or a folder in the hub's format; either may
+        be local or gs://.
       step: the step of the checkpoint; None means the last good checkpoint.
       mesh: the device mesh. On lm-eval's command line, where commas separate arguments, write `;`
         instead of the mesh's commas.

@@ -19,8 +19,8 @@ def write_report(results: Mapping[str, list[Result]], folder: Folder) -> str:
     """Write evaluation.json, evaluation.md and plots/evaluation.png, and return the table.
 
     Args:
-      results: the results by model name. All models must have results for the same sources. The
-        first model is compared with each of the others.
+      results: maps each model's name to its results. All models must have results for the same
+        sources. The first model is compared with each of the others.
       folder: the folder that the files are written to.
     """
     first, *others = results

@@ -125,7 +125,7 @@ EXPERIMENTS = {
         ),
         Experiment(
             "rmt-step",
-            "estimated time of a train step, by parts, and its memory",
+            "estimated time of a train step and of its parts, and its memory",
             f"{_RMT}, section 4.2, Memory and Runtime",
             reports=_rmt_steps,
             takes="10 minutes on two CPU cores",
@@ -177,7 +177,7 @@ EXPERIMENTS = {
         ),
         Experiment(
             "ladder",
-            "RMT, Block AttnRes and both together, by size, with fits",
+            "RMT, Block AttnRes and both together, at several sizes, with fits",
             "in neither paper",
             plan=trained.ladder,
         ),

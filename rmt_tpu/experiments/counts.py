@@ -13,8 +13,8 @@ from rmt_tpu.experiments.plan import Page, tokens
 SEQ_LEN = 512
 _SIZES = (1024, 1536, 2048, 3072, 4096, 6144, 8192)
 
-# Numbers that the paper prints, by preset. _FLOPS: the training FLOPs on 6.04e9 tokens in Table 4.
-# _PRINTED: the parameters and training tokens in Tables 8 and 9.
+# These dicts map presets to numbers that the paper prints. _FLOPS: the training FLOPs on 6.04e9
+# tokens in Table 4. _PRINTED: the parameters and training tokens in Tables 8 and 9.
 _FLOPS = {"gpt2-405m": 1.18e19, "rmt-305m": 8.45e18}
 _PRINTED = {
     "gpt2-49m": (49e6, 212e6), "gpt2-160m": (160e6, 1.7e9), "gpt2-260m": (260e6, 3.5e9),

@@ -74,7 +74,7 @@ class ArmOutcome:
 
     @property
     def complete(self) -> bool:
-        """Whether the runs of all seeds ended without divergence."""
+        """Whether the runs of all seeds finished without divergence."""
         return None not in self.losses
 
 

@@ -148,7 +148,7 @@ class PlannedRuns:
         return [run for name in self._searches for _, runs in self._points(name) for run in runs]
 
     def rows(self) -> dict[str, list[SweepRow]]:
-        """Return the results of finished searches, by search name."""
+        """Return a dict from the name of each finished search to its results."""
         found = {}
         for name, search in self._searches.items():
             points = list(self._points(name))

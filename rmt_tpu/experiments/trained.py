@@ -216,7 +216,7 @@ def attnres_scaling(scale: Scale) -> Plan:
     note = (
         "Dense stand-ins for the paper's mixtures of experts (see the presets), on other text: "
         "differences within a row can be compared with the paper's, but losses cannot. Learning "
-        "rates are the paper's, which were tuned on the plain model."
+        "rates are the paper's, which were tuned on the model with the standard residual."
     )
     return Plan(tuple(arms), fits=True, notes=(note,))
 
@@ -339,7 +339,7 @@ def _ablations(size: int, window: int, heads: int) -> dict[str, tuple[Mixer, flo
 
 _ABLATION_NOTE = (
     f"All at width {_SEARCHED * HEAD_DIM}, and each ablation has its own search there; the "
-    "paper's ablations use the learning rate of the plain model."
+    "paper's ablations use the learning rate of the model with the standard residual."
 )
 
 

@@ -72,7 +72,7 @@ class NewTokens(NamedTuple):
       number: the number of the request.
       tokens: the new tokens, without a stop token that ended the text.
       scores: the scores of these tokens.
-      ended: whether the request has ended.
+      ended: whether the request is finished.
       stopped: whether a stop token ended the text.
       prompt: the scores of the prompt's tokens except the first. They are reported together with
         the first new token, and only for requests with `scored`.
@@ -247,7 +247,7 @@ class Engine:
 
     @property
     def open_requests(self) -> list[int]:
-        """The numbers of all requests that have not ended."""
+        """The numbers of all requests that are not finished."""
         return [*self.waiting, *(number for number in self.numbers if number is not None)]
 
     def _free(self) -> list[int]:

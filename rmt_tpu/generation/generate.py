@@ -27,7 +27,7 @@ class Completion:
         applied, in nats.
       likeliest: the likeliest candidates at the position of each token, as in `Scores`.
       finish: "stop" if the model or a stop string ended the text, "length" if the token limit did,
-        and None while the text has not ended.
+        and None while the text is not finished.
     """
 
     number: int

@@ -85,7 +85,7 @@ class Rows(NamedTuple):
     Attributes:
       cache: the cache of all rows.
       token: the newest token of each row, which is not in the cache yet.
-      remaining: how many more tokens each row may get; 0 if it has ended.
+      remaining: how many more tokens each row may get; 0 if its text is finished.
       seen: for each row, which tokens occur in its prompt and text.
       changes: changes to the logits; None if no row needs any. There are separate programs for
         None.

@@ -211,7 +211,7 @@ class Fields:
         return [bool(x) for x in value[:count]]
 
     def texts(self, name: str, count: int, *legal: str) -> list[str] | None:
-        """Return the value of a field that must be a list of `count` of the texts in `legal`.
+        """Return a field's list of `count` strings, each one of the legal values.
 
         The result is None if the field is missing or null.
 

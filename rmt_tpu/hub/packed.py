@@ -31,7 +31,7 @@ _FACTORS = np.float32([*np.ldexp(1.0, np.arange(255) - 127), np.nan])
 
 
 def stored(name: str, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
-    """Return the two tensors that store a packed matrix: their shapes, by name."""
+    """Return a dict from name to shape, for the two tensors that store a packed matrix."""
     rows, columns = shape
     sizes = (columns // 2, columns // GROUP)
     return {f"{name}{suffix}": (rows, size) for suffix, size in zip(SUFFIXES, sizes, strict=True)}

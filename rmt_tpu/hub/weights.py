@@ -64,11 +64,11 @@ class Tensors:
         self.memory = min(max(_LEAST_MEMORY, max(sizes, default=0) // 2), _MOST_MEMORY)
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Return the shape of every tensor, by name."""
+        """Return a dict from the name of every tensor to its shape."""
         return {name: entry.shape for name, entry in self._entries.items()}
 
     def dtypes(self) -> dict[str, str]:
-        """Return the dtype of every tensor, by name, as safetensors spells it."""
+        """Return a dict from the name of every tensor to its dtype, as safetensors spells it."""
         return {name: entry.dtype for name, entry in self._entries.items()}
 
     def read(

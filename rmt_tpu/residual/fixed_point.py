@@ -1,9 +1,9 @@
-"""The range and the step size of a residual that is stored as int16 fixed-point numbers.
+"""The range and the fixed-point step of a residual that is stored as int16 fixed-point numbers.
 
-The step size is the distance between two neighbouring numbers. It is constant during training, so
-that a write can be undone exactly. It depends only on the config. It is chosen for the expected
-size of the residual in a new model, and leaves room for growth. The size is the root mean square
-over the residual's entries. It follows from the initial parameters (`layers.parameters`,
+The fixed-point step is the distance between two neighbouring numbers. It is constant during
+training, so that a write can be undone exactly. It depends only on the config. It is chosen for the
+expected size of the residual in a new model, and leaves room for growth. The size is the root mean
+square over the residual's entries. It follows from the initial parameters (`layers.parameters`,
 `residual.matrix`):
 
 - At the first read, the residual contains the embedding and, if learned, positions of the same
@@ -26,9 +26,9 @@ _MAX_INT16 = 2**15 - 1
 # The minimum ratio of the largest number to the residual's expected size at the last read. The
 # preset rmt-tiny needed about half of this ratio.
 _MIN_HEADROOM = 112
-# The minimum expected size of the residual at the first read, in steps. At this size, rounding
-# errors are half a percent of the residual, about as large as in a model that uses bfloat16
-# everywhere.
+# The minimum expected size of the residual at the first read, in fixed-point steps. At this size,
+# rounding errors are half a percent of the residual, about as large as in a model that uses
+# bfloat16 everywhere.
 _MIN_STEPS = 64
 
 
@@ -90,6 +90,6 @@ def fits_int16(config: cfg.ModelConfig) -> bool:
 
 
 def describe(config: cfg.ModelConfig) -> str:
-    """Return a text with the range and the step size of the int16 residual."""
+    """Return a text with the range and the fixed-point step of the int16 residual."""
     bits = fraction_bits(config)
-    return f"steps of 2^-{bits}, up to +-{2.0 ** (15 - bits):g}"
+    return f"fixed-point steps of 2^-{bits}, up to +-{2.0 ** (15 - bits):g}"

@@ -74,7 +74,10 @@ class WideMix(nnx.Module):
         self.forget_logits = learned(np.full(count, first)) if most else None
 
     def weights(self) -> tuple[Float[Array, " K"], Float[Array, " K"] | None]:
-        """Return the write weights w_i, and the kept shares rho_i or None if c = 0."""
+        """Return a pair: the write weights w_i, and the shares rho_i that the streams keep.
+
+        The second is None if c, the largest share that a stream may forget, is 0.
+        """
         write = 2 * jax.nn.sigmoid(self.write_logits[...])
         if self.forget_logits is None:
             return write, None

@@ -13,7 +13,7 @@ from rmt_tpu.storage import Fault, Folder
 
 FILE = "running.json"
 _BEAT_SECONDS = 60.0
-# A process that has not renewed its file for this number of seconds is regarded as ended.
+# A process that has not renewed its file for this number of seconds is regarded as dead.
 _STALE_SECONDS = 3 * _BEAT_SECONDS
 
 

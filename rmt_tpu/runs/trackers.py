@@ -39,7 +39,7 @@ class Tracker(Protocol):
         """Write all pending records; any thread may call this method."""
 
     def close(self, failed: bool) -> None:
-        """End the recording; `failed` is whether the run has ended with an error."""
+        """End the recording; `failed` is whether the run failed with an error."""
 
 
 class Trackers:
@@ -84,7 +84,7 @@ class Trackers:
         self._each(lambda tracker: tracker.flush())
 
     def close(self, *, failed: bool) -> None:
-        """End the recording; `failed` is whether the run has ended with an error."""
+        """End the recording; `failed` is whether the run failed with an error."""
         self._each(lambda tracker: tracker.close(failed))
         self._trackers = {}
 
@@ -153,14 +153,15 @@ def wanted(train: TrainConfig) -> tuple[str, ...]:
     if board and "tensorboard" not in names:
         names = ("tensorboard", *names)
     if "tensorboard" in names and not tensorboard.is_installed():
-        flag = "--tensorboard=on" if train.tensorboard == "on" else f"--tracker={train.tracker}"
+        flag, change = f"--tracker={train.tracker}", "remove tensorboard from --tracker"
+        if train.tensorboard == "on":
+            flag, change = "--tensorboard=on", "set --tensorboard=auto or --tensorboard=off"
         raise UsageError(
-            f"{flag} needs tensorboardX: pip install 'rmt_tpu[tensorboard]'; legal without it: "
-            "--tensorboard=auto or off"
+            f"{flag} needs tensorboardX: pip install 'rmt_tpu[tensorboard]', or {change}"
         )
     if "wandb" in names and not weights_and_biases.is_installed():
         raise UsageError(
-            f"--tracker={train.tracker} needs wandb: pip install 'rmt_tpu[wandb]'; legal without "
-            "it: tensorboard"
+            f"--tracker={train.tracker} needs wandb: pip install 'rmt_tpu[wandb]', or remove wandb "
+            "from --tracker"
         )
     return names

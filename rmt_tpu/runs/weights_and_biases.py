@@ -96,5 +96,5 @@ class WeightsAndBiases:
         finish.join(_FINISH_SECONDS)
         if finish.is_alive():
             raise TimeoutError(
-                f"the upload to Weights & Biases has not ended in {_FINISH_SECONDS:.0f} s"
+                f"the upload to Weights & Biases did not finish within {_FINISH_SECONDS:.0f} s"
             )

@@ -169,7 +169,7 @@ def read_config(workdir: Location) -> RunConfig:
 
 
 def resume_overrides(folder: Folder) -> dict[str, Any]:
-    """Return the config values that a run keeps when it resumes, by path.
+    """Return a dict from config path to value, for values that a run keeps when it resumes.
 
     `training.run.resolve_auto` uses them in place of "auto". The result is {} if the folder has no
     run, or if the run has no checkpoint yet.

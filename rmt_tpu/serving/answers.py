@@ -31,7 +31,7 @@ class Piece(NamedTuple):
 
     Attributes:
       text: the characters.
-      finish: why the text has ended, as in `Completion`.
+      finish: why the text is finished, as in `Completion`; None if it is not.
       scored: the tokens with their scores, if they were requested.
     """
 
@@ -93,7 +93,7 @@ class Answer:
 
     @property
     def ended(self) -> bool:
-        """Whether all texts of the response have ended."""
+        """Whether all texts of the response are finished."""
         return all(whole.finish for whole in self._wholes)
 
     def _head(self, kind: str) -> dict[str, Any]:

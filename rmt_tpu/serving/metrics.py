@@ -49,8 +49,8 @@ class Metrics:
         self.each = histogram("token_seconds", "From one token of a text to the next.", _EACH)
         self.prompt_tokens = count("prompt_tokens", "Tokens of prompts.")
         self.new_tokens = count("new_tokens", "Generated tokens.")
-        self.ended = count("texts", "Texts that have ended, by the reason.", "finish")
-        self.refused = count("refused_requests", "Requests with an error, by status.", "status")
+        self.ended = count("texts", "Texts, per finish reason; none if cut off.", "finish")
+        self.refused = count("refused_requests", "Requests with an error, per status.", "status")
 
     @staticmethod
     def installed() -> bool:
@@ -107,7 +107,7 @@ class Stopwatch:
             self._metrics.ended.labels(piece.completion.finish).inc()
 
     def close(self) -> None:
-        """Count texts that never ended, because of an error or because the client disconnected."""
+        """Count texts that were cut off by an error or because the client disconnected."""
         if self._open:
             self._metrics.ended.labels("none").inc(self._open)
             self._open = 0

@@ -1,4 +1,4 @@
-"""XLA compiler options for training that differ from the defaults, by kind of device."""
+"""XLA compiler options for training that differ from the defaults, for each kind of device."""
 
 import os
 

@@ -150,7 +150,7 @@ def is_frozen(path: str, patterns: tuple[str, ...]) -> bool:
 
 
 def learned(config: TrainConfig, tree: Any) -> dict[str, Any]:
-    """Return the leaves of a tree, by path, for the parameters that learn in at least one step.
+    """Return a dict from path to leaf, for the parameters that learn in at least one step.
 
     Args:
       config: the config of training.

@@ -426,7 +426,7 @@ def _range_hint(config: RunConfig) -> str:
         return ""
     fixed = fixed_point.describe(config.model)
     return (
-        f"; or the residual does not fit int16 fixed point, {fixed}; in that case, continue with "
+        f"; or the residual does not fit int16 ({fixed}); in that case, continue with "
         "--change_config --set=model.store.dtype=float32, or with another "
         "--set=model.store.fraction_bits, fewer if the residual grew too large"
     )

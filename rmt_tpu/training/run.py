@@ -108,8 +108,8 @@ def resolve_auto(
     }.items():
         if dtype == "float64" and not jax.config.jax_enable_x64:
             raise UsageError(
-                f"{path}='float64' needs JAX_ENABLE_X64=1 in the environment; legal without it: "
-                "auto, float32, bfloat16"
+                f"{path}='float64' needs JAX_ENABLE_X64=1 in the environment; set that variable, "
+                f"or set {path} to auto, float32 or bfloat16"
             )
     dtype = compute_dtype(model.compute_dtype).name
     stages = sharding.parse_mesh(config.train.mesh).get("stage", 1)

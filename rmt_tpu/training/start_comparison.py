@@ -1,7 +1,7 @@
 """The comparison of a new model with the trained model whose weights it starts from.
 
 A run may take over a model's weights and replace its residual. For example, attention over depth
-may replace the ordinary sum of outputs. The configs of mixers and stores state whether such a model
+may replace the standard sum of outputs. The configs of mixers and stores state whether such a model
 starts as the same function (`config.start_from`). Before the first step this module measures it:
 both models compute the logits of the first texts of the first batch, in float32 and plain JAX, and
 the largest difference is printed.

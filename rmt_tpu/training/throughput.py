@@ -31,7 +31,7 @@ class Throughput:
         self._began = time.monotonic()
 
     def step_ended(self) -> dict[str, float]:
-        """Return the metrics of the step that has just ended, and restart the stopwatch."""
+        """Return the metrics of the step that has just finished, and restart the stopwatch."""
         now = time.monotonic()
         seconds, self._began = now - self._began, now
         row = {

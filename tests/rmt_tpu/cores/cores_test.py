@@ -398,12 +398,12 @@ def test_a_list_of_layers_becomes_stacks():
         ),
         (
             lambda: cfg.Attention(4, 4, query_key_norm_over="heads"),
-            "query_key_norm_over='heads' needs query_key_norm; legal without it: head",
+            "query_key_norm_over='heads' requires query_key_norm; set query_key_norm=true",
         ),
         (lambda: cfg.Stack(()), "Stack.cores is empty"),
         (
             lambda: cfg.FeedForward(4, "swiglu", situ_beta=2.0),
-            "situ_beta=2.0 needs activation='situ', not 'swiglu'; legal without it: 4.0",
+            "situ_beta=2.0 requires activation='situ', not 'swiglu'; set activation=situ, or set",
         ),
         (
             lambda: cfg.Kda(4, 4, num_key_heads=3),

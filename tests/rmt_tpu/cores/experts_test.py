@@ -267,10 +267,13 @@ def test_what_has_no_room_is_dropped_and_counted():
             "top_k=3 must be at most the 2 experts of top_groups=1 groups",
         ),
         ({"groups": 3, "balance": cfg.Quantiles()}, "groups=3 cannot be balanced by quantiles"),
-        ({"latent_norm": True}, "latent_norm=True needs latent_dim; legal without it: false"),
+        (
+            {"latent_norm": True},
+            "latent_norm=True requires latent_dim; set latent_dim, or set latent_norm=false",
+        ),
         (
             {"situ_linear_beta": None},
-            "situ_linear_beta=None needs activation='situ', not 'swiglu'; legal",
+            "situ_linear_beta=None requires activation='situ', not 'swiglu'; set",
         ),
     ],
 )

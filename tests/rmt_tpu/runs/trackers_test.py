@@ -134,7 +134,7 @@ def test_an_upload_that_hangs_ends_no_run(wandb, tmp_path, monkeypatch):
     with start(tmp_path, told):
         pass
     release.set()
-    error = "TimeoutError: the upload to Weights & Biases has not ended in 0 s"
+    error = "TimeoutError: the upload to Weights & Biases did not finish within 0 s"
     assert [line for line in told if error in line]
 
 

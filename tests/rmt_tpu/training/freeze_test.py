@@ -59,7 +59,7 @@ def test_mistakes_are_one_line():
     )
     # The only other parameter is a load, which is no weight, so nothing would learn.
     assert refusal("embedding/*").startswith("train.freeze=embedding/* leaves no parameter to tr")
-    with pytest.raises(UsageError, match="freeze_steps=3 needs train.freeze"):
+    with pytest.raises(UsageError, match="freeze_steps=3 requires train.freeze"):
         TrainConfig(freeze_steps=3)
     config = overrides.apply(preset_run("llama-tiny"), {"train.freeze": "*,!*/mix/*"})
     assert config.train.freeze == ALL_BUT_MIXES

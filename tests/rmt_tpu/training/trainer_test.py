@@ -158,8 +158,8 @@ def test_a_residual_that_outgrows_int16_goes_on_in_float32(config, tmp_path, cap
     assert trainer.train(narrow, run).step == 6
     said = capsys.readouterr().err
     assert (
-        "step 2: 2 steps skipped; the residual has outgrown int16 (steps of 2^-15, up to +-1) and "
-        "continues in float32" in said
+        "step 2: 2 steps skipped; the residual has outgrown int16 (fixed-point steps of "
+        "2^-15, up to +-1) and continues in float32" in said
     )
     assert f"resuming {run} from step 3" in said
     assert json.loads((run / "config.json").read_text())["model"]["store"]["dtype"] == "float32"
