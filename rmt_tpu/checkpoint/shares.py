@@ -134,7 +134,7 @@ def _related_processes(process: int, layouts: tuple[Layout, ...]) -> set[int]:
 def _holders(
     sharding: jax.sharding.Sharding, shape: tuple[int, ...]
 ) -> dict[tuple[int, ...], list[Index]]:
-    """Return the distinct shards of an array, by the processes that hold them.
+    """Return the distinct shards of an array, grouped by the processes that hold them.
 
     Returns:
       A dict from tuples of process numbers to the shards, as indices into the array.

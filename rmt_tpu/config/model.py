@@ -134,7 +134,7 @@ class ModelConfig(Checked):
     remat: RematPolicy = changeable("auto")
     kernels: Kernels = changeable("auto")
 
-    # The fields that only the short form has, by name, with their types.
+    # Maps the name of each field that only the short form has to the field's type.
     short_names: ClassVar[dict[str, Any]] = {
         "num_layers": int,
         **{core.kind: core for core in get_args(Core)},

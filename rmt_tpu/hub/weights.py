@@ -175,7 +175,10 @@ def _itemsize(entry: files.Entry) -> int:
 
 
 def _stored(piece: Piece) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of the tensors that store a piece, by name; a packed piece has two."""
+    """Return a dict from name to shape, for the tensors that store a piece.
+
+    A packed piece has two tensors.
+    """
     if piece.packed:
         return packed.stored(piece.name, piece.shape)
     return {piece.name: piece.shape}
