@@ -145,16 +145,6 @@ SOURCES = {
         "depth-lstm-tiny,hierarchical-tiny,denseformer-tiny,hc-tiny,mhc-tiny,mhc-lite-tiny,\\\n"
         "attnres-full-tiny,attnres-tiny,rmt-tiny,rmt-denseformer-tiny,rmt-attnres-tiny"
     ),
-    "moments": Source(
-        "python -m recipes.compare --presets=gpt2-tiny,rmt-tiny --seeds=0,1,2 \\\n"
-        "  --workdir=runs/float32\n"
-        "python -m recipes.compare --presets=gpt2-tiny,rmt-tiny --seeds=0,1,2 \\\n"
-        "  --set=train.optimizer.moment_dtype=bfloat16 --workdir=runs/bfloat16",
-        ("float32", "bfloat16"),
-        "python -m recipes.compare --presets=gpt2-tiny,rmt-tiny --seeds=0,1,2 --workdir={folder} "
-        "--set=train.optimizer.moment_dtype={part}",
-        "comparison.json",
-    ),
     "storage": Source(
         "python -m recipes.storage_report --folder=/tmp/scratch --gigabytes=1 --rounds=5",
         ("local",),
@@ -196,7 +186,6 @@ TABLES = {
     "counts": Table(("counts",), layouts.counts),
     "compare": Table(("compare",), layouts.comparison),
     "systems": Table(("systems",), layouts.comparison),
-    "moments": Table(("moments",), layouts.moments),
     "storage": Table(("storage",), layouts.storage),
     "calibration_agreement": Table((), layouts.calibration_agreement),
     "calibration_calls": Table((), layouts.calibration_calls),
