@@ -214,7 +214,7 @@ REFUSED = {
     "empty origin": (
         "train",
         ["--init_from="],
-        "--init_from= is empty; leave it out, or give: run folder",
+        "--init_from= is empty; leave it out, or give: a run folder",
     ),
     "empty tasks": ("evaluate", ["--workdir=x", "--tasks="], "--tasks= is empty; leave it out"),
     "empty stop": ("generate", ["--workdir=x", "--stop="], "--stop= is empty"),
