@@ -151,7 +151,7 @@ class KernelWork(NamedTuple):
 
     @property
     def _sums(self) -> int:
-        """The number of VMEM bytes for the gradient sums of a block of keys and for some logits."""
+        """The number of VMEM bytes for the gradient sums of a block of keys, and for its logits."""
         queries, keys, _ = self.blocks
         # With a soft cap, the backward pass also keeps the tanh of each logit.
         logits = (5 if self.capped else 4) * queries * keys

@@ -220,8 +220,9 @@ def _sums(x: Float[Array, "G C K"]) -> tuple[list[Array], Array, Array]:
     """Return three kinds of sums of x over tokens, computed without subtractions.
 
     Returns:
-      For each token: the sum between the token and the middle of its block, for every level; the
-      sum up to and including the token; and the sum over the later tokens.
+      Three sums for each token. The first is over the tokens between it and the middle of its
+      block, one for each level. The second is over the tokens up to and including it, and the third
+      over the later tokens.
     """
     before, behind, total, between = x, jnp.zeros_like(x), x, []
     for half in _halves(x.shape[1]):

@@ -121,8 +121,8 @@ def parse_space(text: str) -> Space:
     finite = math.isfinite(low) and math.isfinite(high)
     if not finite or low >= high or (kind == "log" and low <= 0) or (number or 2) < 2:
         raise UsageError(
-            f"--sweep={shown(text)} is not a legal range; legal: from a number to a larger one "
-            "(for log: above 0), in at least 2 points"
+            f"--sweep={shown(text)} is not a legal range; legal: two numbers, the second larger "
+            "(for log, both above 0), and at least 2 points"
         )
     return NumberRange(path, low, high, kind == "log", number)
 

@@ -141,7 +141,7 @@ class Experts(Computes):
         if isinstance(self.balance, Quantiles):
             raise UsageError(
                 f"Experts.groups={self.groups} cannot be balanced by quantiles, which compare an "
-                "expert with all others; legal: 1, or another balance"
+                "expert with all others; legal: groups=1, or another kind of balance"
             )
 
     @property

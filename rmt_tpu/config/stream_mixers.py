@@ -190,8 +190,9 @@ class WideStreams(System):
         super().__post_init__()
         if 0 < self.forget < 0.002:
             raise UsageError(
-                f"WideStreams.forget={self.forget} is too small, because new streams forget 0.001 "
-                "at each write; legal: 0, or at least 0.002 and below 1"
+                f"WideStreams.forget={self.forget} is too small: new streams forget the share "
+                "0.001 at each write, and the limit must be larger; legal: 0, or at least 0.002 "
+                "and below 1"
             )
 
     def plain_start(self, model: Sizes) -> PlainStart:

@@ -110,7 +110,7 @@ def _apply_and_shape(operation: LayerOperation) -> tuple[Callable, tuple[int, ..
 
 
 def page() -> Page:
-    """Return a page that compares the formulas, the simulation and the printed values."""
+    """Return a page that compares values from formulas, simulation and the paper's tables."""
     lines = [
         "| layer | operation | model | forward: formula | simulated | printed | backward: formula "
         "| simulated | printed |",

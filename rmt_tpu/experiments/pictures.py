@@ -63,9 +63,10 @@ def _draw_ladder(plan: Plan, outcomes: Sequence[ArmOutcome]):
 
 
 def _draw_over_x(plan: Plan, outcomes: Sequence[ArmOutcome]):
-    """Draw losses, differences and the paper's losses over the size that the plan varies (`Arm.x`).
+    """Draw losses, differences and the paper's losses against the size that the plan varies.
 
-    A difference is that of an arm (model) from the arm that it is compared with.
+    The size is `Arm.x`. A difference is the loss of an arm (a model) minus the loss of the arm that
+    it is compared with.
     """
     from matplotlib.figure import Figure
 

@@ -131,9 +131,10 @@ class Place(NamedTuple):
     repeat: int
 
     def piece(self, name: str, path: str, *at: Range, transposed: bool = True) -> Piece:
-        """Return a piece for this sublayer's parameter `path`: "site/<name>" or "core/<name>".
+        """Return the piece that maps a tensor to this sublayer's parameter `path`.
 
-        `at` has the ranges of the parameter's axes after the first one.
+        The path is "site/<name>" or "core/<name>". The piece's field `at` has the ranges of the
+        parameter's axes after the first one.
         """
         own = (self.repeat, self.repeat + 1)
         return Piece(name, (*self.path, *path.split("/")), (own, *at), transposed)
