@@ -100,7 +100,7 @@ def split(
 
 
 class Terms(NamedTuple):
-    """What the attention logits depend on besides the queries and keys.
+    """The values that, with the queries and keys, determine the attention logits.
 
     Attributes:
       scale: the factor by which `q . k` is multiplied.

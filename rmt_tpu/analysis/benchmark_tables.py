@@ -27,8 +27,8 @@ from rmt_tpu.runs.environment import describe
 
 _REGION = re.compile(r"(<!-- table: ([\w ]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 _VERSIONS = ("jax", "libtpu", "python")
-# A region with this prefix in its name states when the figures of a page were measured, and with
-# which versions.
+# A region with this prefix in its name states when the figures of a page were made, and with which
+# versions.
 _TAKEN = "taken "
 _CHIPS = ("v5e", "v5p", "v6e")
 

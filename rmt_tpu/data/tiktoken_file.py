@@ -2,8 +2,8 @@
 
 `tiktoken.model` has one line per token, with its bytes in base64 and its rank, which is its id.
 Ranks also order merges. Of all adjacent pairs whose concatenation is a token, the pair whose token
-has the lowest rank is merged first. `tokenizer_config.json` names the special tokens, which have
-the ids after these.
+has the lowest rank is merged first. `tokenizer_config.json` names the special tokens, whose ids
+follow those of `tiktoken.model`.
 
 The tokenizers library encodes with the same vocabulary, merges and pattern, so that the tokenizer
 can be saved as a tokenizer.json.

@@ -21,7 +21,7 @@ def derivative(f, params, direction):
 
 
 def plain_sum(k, site, written):
-    """What the standard residual holds: equations 2 and 3, and 15 and 16."""
+    """Return the standard residual, by equations 2 and 3, and 15 and 16."""
     return sum(written)
 
 
