@@ -157,9 +157,13 @@ class _DepthAttention(BankedSystem):
         sources = self.sources(num_sublayers)
         return sources if self.output_site == "attention" else sources[:-1]
 
-    def chunk_multiple(self, num_sublayers: int) -> int | None:
-        """Return the number of sublayers per block, or None if pipelines are not supported."""
-        return self.sublayers_a_block(num_sublayers) if self.fused else None
+    def chunk_multiple(self, num_sublayers: int) -> int:
+        """Return the number of sublayers per block.
+
+        It must divide the number of sublayers in each chunk of a pipeline. A chunk contains the
+        layers that a stage runs consecutively.
+        """
+        return self.sublayers_a_block(num_sublayers)
 
     @property
     def fused(self) -> bool:

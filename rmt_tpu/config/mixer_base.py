@@ -77,11 +77,8 @@ class System(Checked):
         """
         return {}
 
-    def chunk_multiple(self, num_sublayers: int) -> int | None:
-        """Return a number that must divide the number of sublayers per pipeline chunk.
-
-        The result is None if the mixer does not support pipelines.
-        """
+    def chunk_multiple(self, num_sublayers: int) -> int:
+        """Return a number that must divide the number of sublayers per pipeline chunk."""
         return 2 if self.by_layers else 1
 
 

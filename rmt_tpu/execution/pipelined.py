@@ -80,11 +80,6 @@ def check(config: cfg.ModelConfig, schedule: sharding.Schedule, sequences: int) 
         )
     period = len(config.stacks[0].cores)
     legal = config.mixer.chunk_multiple(config.num_sublayers)
-    if legal is None:
-        raise sharding.MeshError(
-            f"--mesh: stage={schedule.stages} does not support an ablation of "
-            f"{config.mixer.kind}; legal: stage=1"
-        )
     if layers * period // chunks % legal:
         fit = [
             n for n in range(1, layers + 1) if layers % n == 0 and layers * period // n % legal == 0
@@ -290,7 +285,7 @@ def _bank_stages(decoder: DecoderParts, schedule: sharding.Schedule) -> Stages:
     runner = banked_stack.StackRunner(config, decoder.store, mixer, graphdef, 0, repeat, cores)
     size = repeat * len(cores)
     # A chunk of layers consists of whole blocks, so its only input is the bank's rows before it.
-    num_rows = mixer.first_row(size) - mixer.first_row(0)
+    num_rows = mixer.row(size) - mixer.row(0)
     first_params, to_start = _parameters(decoder.embedding, decoder.store)
     last_params, to_read = _parameters(decoder.store, mixer, decoder.final_site)
 
@@ -303,7 +298,7 @@ def _bank_stages(decoder: DecoderParts, schedule: sharding.Schedule) -> Stages:
         """Return the bank rows that a chunk of layers completes, and its cores' scalars."""
         carry, at = (bank, jnp.zeros_like(bank[0]), no_aux(config, dtype)), index * size
         (bank, _, aux), *_ = runner.forward(chunk_arrays, carry, microbatch.context, None, first=at)
-        return jax.lax.dynamic_slice_in_dim(bank, mixer.first_row(at), num_rows), aux
+        return jax.lax.dynamic_slice_in_dim(bank, mixer.row(at), num_rows), aux
 
     def rows_backward(chunk_arrays, _, index, bank, microbatch, d_bank, d_aux):
         """Run a chunk of layers backwards, and add the gradient of its input rows to d_bank."""
@@ -325,7 +320,7 @@ def _bank_stages(decoder: DecoderParts, schedule: sharding.Schedule) -> Stages:
 
     options = {
         "chunk_rows": num_rows,
-        "first_chunk_row": mixer.first_row(0),
+        "first_chunk_row": mixer.row(0),
         "chunk_backward": rows_backward,
         "sums": jax.eval_shape(lambda: no_aux(config, dtype)),
     }

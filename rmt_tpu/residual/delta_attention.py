@@ -94,7 +94,7 @@ class DeltaAttention(DepthAttention):
         """The bank's last row, so that the rows before it are all deltas."""
         return self.num_rows - 1
 
-    def _row(self, sublayer: Index) -> Index:
+    def row(self, sublayer: Index) -> Index:
         """Return the index of the bank row that accumulates a sublayer's output."""
         return sublayer // self.block
 
@@ -169,7 +169,7 @@ class DeltaAttention(DepthAttention):
         of_sites, log_sums = stacks.slice_once(prior.log_sums, place)
         prior = prior._replace(mixed=mixed, log_sums=of_sites)
         if rows is not None:
-            count = self._row(at.sublayer) - self.first_row(at.group)
+            count = self.row(at.sublayer) - self.first_row(at.group)
             before = (_with_zeros(mean[None]), _with_zeros(log_sums[None], -jnp.inf))
             rows, means, of_both = self._of_rows(_with_zeros(score[None]), rows, count, before)
             mean, log_sums, h = means[0], of_both[0], h + count * means[1]

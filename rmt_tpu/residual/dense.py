@@ -51,7 +51,14 @@ class LayerBank(nnx.Module):
         return row
 
     def first_row(self, sublayer: Index) -> Index:
-        """Return the bank row for the output of the layer that contains this sublayer."""
+        """Return the index of the first row that a group of layers completes.
+
+        `sublayer` is the number of sublayers before the group.
+        """
+        return self.row(sublayer)
+
+    def row(self, sublayer: Index) -> Index:
+        """Return the index of the bank row for the layer that contains a sublayer."""
         return sublayer // 2 + 1
 
     def seal(

@@ -141,7 +141,7 @@ class DepthAblation(depth_attention.DepthAttention):
         See `protocols.BankMixer`.
         """
         running = jnp.asarray(at.sublayer % self.block > 0)
-        h = self._mix(site, score, rows, self._row(at.sublayer), current, running)
+        h = self._mix(site, score, rows, self.row(at.sublayer), current, running)
         return prior, rows, current, store.read(h, site, store.compute_dtype)
 
     @jax.named_scope("residual")

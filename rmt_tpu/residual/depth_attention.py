@@ -184,9 +184,9 @@ class DepthAttention(nnx.Module):
 
         `sublayer` is the number of sublayers before the group.
         """
-        return self._row(sublayer)
+        return self.row(sublayer)
 
-    def _row(self, sublayer: Index) -> Index:
+    def row(self, sublayer: Index) -> Index:
         """Return the index of the bank row that accumulates a sublayer's output."""
         return sublayer // self.block + 1
 
@@ -378,7 +378,7 @@ class DepthAttention(nnx.Module):
         prior = Prior(mixed, log_sums)
         own = Prior(own_mixed[None], own_log_sums[None])
         if rows is not None:
-            count = self._row(at.sublayer) - self.first_row(at.group)
+            count = self.row(at.sublayer) - self.first_row(at.group)
             rows, *own = self._of_rows(score[None], rows, count, tuple(own))
             own = Prior(*own)
         if self.block > 1 and not self._divided():
@@ -399,7 +399,7 @@ class DepthAttention(nnx.Module):
         if rows is None:
             return rows, current
         done = at.sublayer + 1
-        own = self._row(at.sublayer) - self.first_row(at.group)
+        own = self.row(at.sublayer) - self.first_row(at.group)
         sealed = jnp.asarray((done % self.block == 0) | (done == self.num_sublayers))
         # The row may be written early, because no site reads it before its block is complete.
         rows = stacks.write_unread(rows, current, own, sealed)

@@ -391,8 +391,14 @@ class BankMixer(Protocol):
           repeat: the number of times that the stack repeats its pattern.
         """
 
+    def row(self, sublayer: Index) -> Index:
+        """Return the index of the bank row to which the output of a sublayer belongs.
+
+        `sublayer` is the number of sublayers before it.
+        """
+
     def first_row(self, sublayer: Index) -> Index:
-        """Return the index of the bank row that receives the first output of a group.
+        """Return the index of the first of the rows that phase two reads in a group of layers.
 
         `sublayer` is the number of sublayers before the group.
         """

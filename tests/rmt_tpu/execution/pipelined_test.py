@@ -78,6 +78,20 @@ MORE = [
     ("matrix", cfg.FullAttention(), "stage=2,key=2,fsdp=2", {"virtual_stages": 2}),
     ("matrix", cfg.BlockAttention(num_blocks=4), "stage=2,key=2", {"virtual_stages": 2}),
     ("matrix", cfg.DeltaAttention(num_blocks=4), "stage=2,key=2", {"virtual_stages": 2}),
+    (
+        "matrix",
+        cfg.BlockAttention(num_blocks=4, newest_bias=3.0, cumulative=True),
+        "stage=2,key=2",
+        {"virtual_stages": 2, "microbatches": 4},
+    ),
+    ("vector", cfg.FullAttention(query="scalars"), "stage=4", {}),
+    ("vector", cfg.FullAttention(query="input", num_heads=2), "stage=2,fsdp=2", {}),
+    (
+        "vector",
+        cfg.FullAttention(window=2, weights="sigmoid", output_site="sum", key_norm=False),
+        "stage=2,tensor=2",
+        {"virtual_stages": 2},
+    ),
 ]
 
 
@@ -117,12 +131,6 @@ REFUSED = [
     ({"num_layers": 6}, (4, 1, 4), 8, "num_layers=6 .* stage=4 .* nearest legal: 4 or 8"),
     ({"num_layers": 4}, (2, 1, 4), 6, "microbatches=4 does not divide the 6 sequences"),
     ({"num_layers": 4, "remat": "reversible"}, (2, 1, 2), 2, "'reversible'; legal policies: none"),
-    (
-        {"num_layers": 4, "mixer": cfg.FullAttention(num_heads=2)},
-        (2, 1, 2),
-        2,
-        "ablation of full_attention; legal: stage=1",
-    ),
     (
         {"num_layers": 8, "mixer": cfg.BlockAttention(num_blocks=4)},
         (4, 2, 4),
