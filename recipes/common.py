@@ -100,11 +100,13 @@ def define_list_presets() -> None:
 def _presets() -> str:
     from rmt_tpu.cost import parameters
 
-    lines = [f"{'preset':<21} {'parameters':>11} {'residual':>8}  what it is"]
-    for name in presets.presets():
+    names = presets.presets()
+    width = max(map(len, names))
+    lines = [f"{'preset':<{width}} {'parameters':>17} {'residual':>8}  what it is"]
+    for name in names:
         model = presets.preset(name)
-        number = sum(parameters(model).values())
-        lines.append(f"{name:<21} {number:>11,} {model.residual_size:>8,}  {presets.about(name)}")
+        sizes = f"{sum(parameters(model).values()):>17,} {model.residual_size:>8,}"
+        lines.append(f"{name:<{width}} {sizes}  {presets.about(name)}")
     return "\n".join(lines)
 
 

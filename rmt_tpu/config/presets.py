@@ -169,6 +169,12 @@ def _llama(layers: int, store: Store, heads: int, kv_heads: int, head_dim: int, 
     return ModelConfig((Stack(layer, layers),), store, norm="rmsnorm", norm_epsilon=1e-5)
 
 
+# The options of attention over depth in open-attention-residuals, which released checkpoints use,
+# and in the trainer marin.
+_LLAMA_OPTIONS = {
+    "open": {"newest_bias": 3.0, "cumulative": True, "output_site": "newest"},
+    "marin": {"normed_embedding": True, "output_site": "sum"},
+}
 _LLAMA_MODELS: dict[str, ModelConfig] = {}
 for _size, (_layers, _width, _heads, _kv_heads, _hidden, _key_dim, _small) in _LLAMA_ROWS.items():
     _vector = _llama(_layers, VectorStore(_width), _heads, _kv_heads, 64, _hidden)
@@ -179,6 +185,12 @@ for _size, (_layers, _width, _heads, _kv_heads, _hidden, _key_dim, _small) in _L
         f"rmt-llama-{_small}": _matrix,
         f"rmt-llama-attnres-{_small}": replace(_matrix, mixer=BlockAttention(num_blocks=8)),
     }
+_LLAMA_MODELS |= {
+    f"llama-attnres-{name}-153m": replace(
+        _LLAMA_MODELS["llama-153m"], mixer=BlockAttention(num_blocks=8, **options)
+    )
+    for name, options in _LLAMA_OPTIONS.items()
+}
 _MODELS |= _LLAMA_MODELS
 
 # Kimi Linear (Kimi Team 2025): every fourth layer and the last layer have latent attention, and all
@@ -291,6 +303,12 @@ _TINY |= {
     "llama-attnres-tiny": replace(_LLAMA_TINY, mixer=BlockAttention(num_blocks=4)),
     "rmt-llama-tiny": replace(_LLAMA_TINY, store=MatrixStore(16)),
 }
+_TINY |= {
+    f"llama-attnres-{name}-tiny": replace(
+        _LLAMA_TINY, mixer=BlockAttention(num_blocks=4, **options)
+    )
+    for name, options in _LLAMA_OPTIONS.items()
+}
 
 # A tiny Kimi Linear: the same kinds of cores in four layers, with 8 experts.
 _WIDE = FeedForward(384, "swiglu")
@@ -379,6 +397,8 @@ _ABOUT = {
     "prenorm": "Transformer with RMSNorm and RoPE",
     "llama": "Llama-style Transformer: RMSNorm, RoPE, SwiGLU, grouped queries",
     "llama-attnres": "Block Attention Residuals in a Llama-style Transformer",
+    "llama-attnres-open": "Block Attention Residuals with the options of open-attention-residuals",
+    "llama-attnres-marin": "Block Attention Residuals with the options of the trainer marin",
     "kimi": "Kimi Linear: KDA and MLA 3 to 1, and experts",
     "kimi-linear-48b": "Kimi Linear: KDA and MLA 3 to 1, and experts",
     "prenorm-kimi": "Kimi Linear: KDA and MLA 3 to 1, and experts",

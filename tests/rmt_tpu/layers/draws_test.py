@@ -82,7 +82,7 @@ def test_a_mixer_changes_none_of_the_weights_beside_its_own(of_presets):
                       "attnres-full", "denseformer", "mudd", "delta", "wide", "scalars"),
         "rmt-tiny": ("rmt-attnres", "rmt-attnres-full", "rmt-denseformer",
                      "rmt-mudd", "rmt-delta", "rmt-wide", "rmt-scalars"),
-        "llama-tiny": ("llama-attnres",),
+        "llama-tiny": ("llama-attnres", "llama-attnres-open", "llama-attnres-marin"),
         "kimi-tiny": ("attnres-kimi", "attnres-full-kimi"),
     }.items():  # fmt: skip
         paths = of_presets[base].keys()
