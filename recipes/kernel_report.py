@@ -78,7 +78,7 @@ def _report_ops(folder: Path) -> int:
         if case not in legal:
             raise UsageError(unknown("--case", case, legal))
     targets = _targets()
-    device = _accelerator()
+    device = accelerator()
     clocks = {target.name: target.clock for target in TPUS.values()}
     if _TARGETS.value is None and device is not None:
         rows = report.time_ops(ops, device, _log, _CASES.value)
@@ -128,7 +128,7 @@ def _report_steps(folder: Path) -> int:
     ]
     changed = f" --set={' --set='.join(_SET.value)}" if _SET.value else ""
     note = f"{_BATCH_SIZE.value} x {_SEQ_LEN.value} tokens, bfloat16{changed}. {_versions()}"
-    if _TARGETS.value is None and _accelerator() is not None:
+    if _TARGETS.value is None and accelerator() is not None:
         return _time_steps(steps, folder, note)
     targets = _targets()
     costs = [c for t in targets for c in step_cost.step_costs(steps, t, _log)]
@@ -168,7 +168,7 @@ def _time_steps(steps: list[Any], folder: Path, note: str) -> int:
     for step in steps:
         times.append(step_timing.time_step(step, _log))
         _log(f"{times[-1].preset}: {1e3 * times[-1].seconds:.2f} ms a step")
-    device = _accelerator()
+    device = accelerator()
     method = f"Measured on {device.device_kind}: medians over rounds of consecutive steps"
     largest = "".join(
         f"\n## Largest kernels: {t.preset}\n\n{step_timing.largest_table(t)}" for t in times
@@ -179,7 +179,7 @@ def _time_steps(steps: list[Any], folder: Path, note: str) -> int:
     return 0
 
 
-def _accelerator() -> Any:
+def accelerator() -> Any:
     """Return this machine's first GPU or TPU, or None if there is none."""
     import jax
 

@@ -145,7 +145,7 @@ def _saver(
         if member:
             processes.initialize(member, timeout=JOIN_SECONDS)
             jax.devices()  # where JAX waits for the other process, for minutes
-            processes._timeout = JOIN_SECONDS if last else PARTNER_SECONDS
+            processes.join_timeout = JOIN_SECONDS if last else PARTNER_SECONDS
         step, checkpoints = 0, Checkpointer(url, retention=Retention(last=KEPT))
         if processes.from_first(checkpoints.steps(), "steps"):
             step = restore(checkpoints)

@@ -34,7 +34,7 @@ from pallas_kernels.platform import vary_alike
 LOGITS = 2**25
 # Candidate numbers of tokens per block. The largest one with at most LOGITS logits is used, or else
 # the smallest.
-_SIZES = (512, 256, 128)
+SIZES = (512, 256, 128)
 
 
 def attention_forward(
@@ -194,9 +194,9 @@ class _OnlineBlocks:
         self._causal, self._operands, self._lengths = causal, operands, (Q, K)
         self._heads = G, H // G
         window = operands.window
-        most = _SIZES[0] if window is None else max(window, _SIZES[-1])
-        fits = (size for size in _SIZES if B * H * size**2 <= LOGITS and size <= most)
-        size = next(fits, _SIZES[-1])
+        most = SIZES[0] if window is None else max(window, SIZES[-1])
+        fits = (size for size in SIZES if B * H * size**2 <= LOGITS and size <= most)
+        size = next(fits, SIZES[-1])
         self._sizes = tuple(_even(length, size) for length in (Q, K))
         counts = (-(-n // size) for n, size in zip((Q, K), self._sizes, strict=True))
         pairs = np.stack(np.meshgrid(*map(np.arange, counts), indexing="ij"), -1).reshape(-1, 2)

@@ -26,7 +26,7 @@ from pallas_kernels.causal_attention.interface import (
 )
 
 # Maximum number of queries per block, and of logits per head in a block.
-_QUERIES, _LOGITS = 1024, 2**23
+QUERIES, _LOGITS = 1024, 2**23
 
 
 def visible(
@@ -226,7 +226,7 @@ def _logits(q, k, terms, positions, mask):
 def _over_blocks(block, carry, arrays, keys):
     """Scan `block(carry, (positions, *arrays))` over blocks along the sequence axis."""
     length = arrays[0].shape[1]
-    blocks = -(-length // min(_QUERIES, max(1, _LOGITS // max(1, keys))))
+    blocks = -(-length // min(QUERIES, max(1, _LOGITS // max(1, keys))))
     if blocks <= 1:
         return block(carry, (jnp.arange(length), *arrays))
     size = -(-length // blocks)

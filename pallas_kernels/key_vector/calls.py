@@ -24,7 +24,7 @@ from pallas_kernels.platform import Implementations
 
 # A platform's kernels become the default once they are measured to be faster than plain JAX; see
 # docs/benchmarks/kernels.md.
-_IMPLEMENTATIONS = Implementations(
+IMPLEMENTATIONS = Implementations(
     xla,
     {"mosaic_tpu": mosaic_tpu, "triton": triton_gpu},
     ("tpu",),
@@ -52,7 +52,7 @@ class KeyVectorCall(NamedTuple):
 
 def run(call: KeyVectorCall, op: str, *operands, **options):
     """Run `op` with the implementation that `call` requests; None requests the fastest one."""
-    return _IMPLEMENTATIONS.run(call.implementation, op, *operands, **options)
+    return IMPLEMENTATIONS.run(call.implementation, op, *operands, **options)
 
 
 def check(call: KeyVectorCall, site: SiteOperands, *, reads: bool = True) -> KeyVectorCall:

@@ -26,7 +26,7 @@ from pallas_kernels.target import target
 
 # Maximum VMEM for the input and output matrices of a grid step, as an argument of
 # `Target.vmem_part`.
-_LARGEST = 8
+LARGEST = 8
 # Number of tokens per loop iteration. Several tokens hide each other's latency.
 _TOGETHER = 8
 
@@ -48,7 +48,7 @@ def unsupported(op: str, site: SiteOperands, layer: Int[Array, ""]) -> str | Non
     """Return a one-line reason why the kernel does not support these operands, or None."""
     if any(x.dtype not in (jnp.bfloat16, jnp.float32) for x in site):
         return "arrays that are neither bfloat16 nor float32"
-    if _row_bytes(site.residual) > target().vmem_part(_LARGEST):
+    if _row_bytes(site.residual) > target().vmem_part(LARGEST):
         return f"a residual of shape {site.residual.shape[1:]} does not fit in VMEM"
     return None
 
@@ -77,7 +77,7 @@ def at_layer(
     residual, store_keys, data, gain, read_keys = site
     T, K, V = residual.shape
     R, P = data.shape[1], read_keys.shape[1]
-    rows = min(T, max(1, target().vmem_part(_LARGEST) // _row_bytes(residual)))
+    rows = min(T, max(1, target().vmem_part(LARGEST) // _row_bytes(residual)))
     if rows > _TOGETHER:
         rows -= rows % _TOGETHER
     by_row = lambda *size: pl.BlockSpec((rows, *size), lambda i, layer: (i, 0, 0))

@@ -326,7 +326,7 @@ def measure(
 
 def _times(case: DecodeCase, repeats: int) -> Iterator[float]:
     config = case.model("auto")
-    engine = Engine(_random_decoder(config), -1, slots=case.batch, steps=STEPS)
+    engine = Engine(random_decoder(config), -1, slots=case.batch, steps=STEPS)
     rounds = max(2, min(_MOST, case.context // 2) // STEPS)
     new = rounds * STEPS
     prompts = np.random.default_rng(0).integers(
@@ -345,7 +345,8 @@ def _times(case: DecodeCase, repeats: int) -> Iterator[float]:
             yield float(np.median(np.diff(ends[1:]))) / STEPS
 
 
-def _random_decoder(config: ModelConfig) -> Decoder:
+def random_decoder(config: ModelConfig) -> Decoder:
+    """Return a decoder with random weights, cast once to the dtype in which decode steps run."""
     draw = lambda: nnx.state(cast_once(Decoder(config, rngs=nnx.Rngs(0))), nnx.Param)
     graphdef, _ = nnx.split(_abstract(config), nnx.Param)
     # Drawing all weights in one program is much faster than one program per array.

@@ -34,7 +34,7 @@ _FLOOR, _FLOOR_OF_CANCELLED = 1 / 16, 1 / 4
 # Errors are measured by row, and a row has at least this number of entries.
 _ROW = 16
 # Arrays are compared in blocks of this number of entries, to limit memory.
-_BLOCK = 2**22
+BLOCK = 2**22
 # This suffix of a result's name marks the root mean square of its errors.
 MEAN = " (rms)"
 
@@ -103,7 +103,7 @@ def error(got: Any, want: Any, *, cancels: bool = False) -> RelativeError:
     while axes and row < _ROW:
         row *= axes.pop()
     got, want = got.reshape(-1, row), want.reshape(-1, row)
-    rows_per_block = max(1, _BLOCK // row)
+    rows_per_block = max(1, BLOCK // row)
     sizes, errors, squares = [], [], np.zeros(2)
     for first in range(0, len(want), rows_per_block):
         wanted = want[first : first + rows_per_block].astype(np.float64)

@@ -59,7 +59,7 @@ _RETENTION = Retention()  # By default, the last three steps are kept.
 
 _channels = itertools.count()
 
-_SLOW_SECONDS = 60.0  # Number of seconds after which a save is reported as slow.
+SLOW_SECONDS = 60.0  # Number of seconds after which a save is reported as slow.
 
 
 class Checkpointer:
@@ -108,7 +108,7 @@ class Checkpointer:
         self.root = storage.open_folder(root) if isinstance(root, str) else root
         self._context = self.root.context()
         self._retention, self._compression = retention, compression
-        self._report = report
+        self.report = report
         # The generation number of the COMMIT file of each damaged step.
         self._damaged: dict[int, Any] = {}
         self._has_gone_back = False  # Whether this object has completed any interrupted `go_back`.
@@ -260,10 +260,10 @@ class Checkpointer:
     def _note_if_slow(self, step: int) -> threading.Timer:
         """Return a timer that reports a slow save, because requests may be retried for minutes."""
         line = (
-            f"note: step {step} is not saved yet after {_SLOW_SECONDS:g} s; {self.root} is slow or "
+            f"note: step {step} is not saved yet after {SLOW_SECONDS:g} s; {self.root} is slow or "
             "does not answer; the save continues"
         )
-        timer = threading.Timer(_SLOW_SECONDS, self._report, [line])
+        timer = threading.Timer(SLOW_SECONDS, self.report, [line])
         timer.daemon = True
         return timer
 
@@ -271,7 +271,7 @@ class Checkpointer:
         try:
             tidy(self.root, saved, self._retention, self._damaged)
         except Fault as fault:
-            self._report(f"cannot delete old checkpoints in {self.root}: {fault}")
+            self.report(f"cannot delete old checkpoints in {self.root}: {fault}")
 
     # Restoring -------------------------------------------------------------------------------
 
@@ -411,7 +411,7 @@ class Checkpointer:
             except Fault as fault:
                 problems.append(f"step {candidate}: {fault}")
             if step is None:
-                self._report(f"damaged checkpoint in {self.root} skipped: {problems[-1]}")
+                self.report(f"damaged checkpoint in {self.root} skipped: {problems[-1]}")
         raise RunError(f"no undamaged checkpoint in {self.root}: {'; '.join(problems)}")
 
     def _check_step(self, steps: list[int], step: int) -> None:

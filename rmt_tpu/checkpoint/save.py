@@ -75,7 +75,7 @@ class Block(NamedTuple):
         if self.within is ...:
             return self.values
         (device,) = self.values.devices()
-        if _is_host(device):
+        if is_host(device):
             return np.asarray(self.values)[self.within]
         starts = tuple(np.int32(s.start) for s in self.within)
         return _slice(self.values, starts, tuple(s.stop - s.start for s in self.within))
@@ -160,7 +160,7 @@ def _host_copy(block: Block) -> np.ndarray | jax.Array:
     if not isinstance(block.values, jax.Array):
         return np.array(block.values)
     (device,) = block.values.devices()
-    if _is_host(device):
+    if is_host(device):
         # No copy is needed, because XLA does not donate a buffer that numpy refers to.
         return np.asarray(block.cut())
     # Start an asynchronous copy to host memory. If the array is donated meanwhile, its buffer is
@@ -172,7 +172,8 @@ def _host_copy(block: Block) -> np.ndarray | jax.Array:
     return copy if block.within is ... else jax.block_until_ready(copy)
 
 
-def _is_host(device: jax.Device) -> bool:
+def is_host(device: jax.Device) -> bool:
+    """Return whether the memory of a device is the host's own memory."""
     return device.platform == "cpu"
 
 
@@ -218,11 +219,11 @@ class Attempt(NamedTuple):
             with self._on_all_processes("begin", name) as names:
                 if first:
                     self.before_begin()
-                    self._make_way()
+                    self.make_way()
                     stores = self._open(name, "create")
             name = names[0]
             with self._on_all_processes("write"):
-                self._write(stores or self._open(name, "write"))
+                self.write_stores(stores or self._open(name, "write"))
             with self._on_all_processes("commit"):
                 if first:
                     self.folder.write(f"{self.step}/{name}/manifest.json", self.manifest)
@@ -242,7 +243,7 @@ class Attempt(NamedTuple):
             self.exchange, f"checkpoint {self.step}: {part}", message, faults=Exception
         )
 
-    def _make_way(self) -> None:
+    def make_way(self) -> None:
         """Delete the step's COMMIT if a restore found it damaged.
 
         Raises:
@@ -261,7 +262,9 @@ class Attempt(NamedTuple):
         opened = open_arrays(parent, self.arrays, self.context, mode)
         return {array.name: store for array, store in opened}
 
-    def _write(self, stores: dict[str, ts.TensorStore]) -> None:
+    def write_stores(self, stores: dict[str, ts.TensorStore]) -> None:
+        """Write this process's blocks to the stores of their arrays, and release each block."""
+
         def jobs():
             while self.blocks:
                 block = self.blocks.popleft()

@@ -25,21 +25,21 @@ from rmt_tpu.errors import UsageError
 
 # Maximum sizes in bytes of a line and of a document. A document is in memory several times: as
 # bytes, as text and as tokens.
-_LONGEST_LINE, _LONGEST_DOCUMENT = 2**28, 2**30
+LONGEST_LINE, LONGEST_DOCUMENT = 2**28, 2**30
 
 # Maximum size in bytes of remote files that `documents` reads into memory.
-_MOST_REMOTE = 8 * 2**30
+MOST_REMOTE = 8 * 2**30
 
 _BOM = b"\xef\xbb\xbf"
 _SEPARATOR = b"<|endoftext|>"
 # This number of bytes is read at a time while a line is skipped.
-_SKIP_BYTES = 2**20
+SKIP_BYTES = 2**20
 # Examples of objects in .jsonl files.
 _LIKE = {
     "messages": '{"messages": [{"role": "user", "content": "..."}]}',
     "completion": '{"prompt": "...", "completion": "..."}',
 }
-_SIGN_OF_LIFE = 2**22  # number of decompressed bytes between two reports of progress
+SIGN_OF_LIFE = 2**22  # number of decompressed bytes between two reports of progress
 
 
 def documents(
@@ -77,10 +77,10 @@ def documents(
     with usage_errors(flag, source):
         spans = files(source)
         size = sum(span.stop for span in spans if not span.is_local)
-        if size > _MOST_REMOTE:
+        if size > MOST_REMOTE:
             raise Problem(
                 f"{size / 2**30:.1f} GiB of remote files would be read at every start and kept in "
-                f"memory; legal: at most {_MOST_REMOTE / 2**30:.0f} GiB, or a token store made "
+                f"memory; legal: at most {MOST_REMOTE / 2**30:.0f} GiB, or a token store made "
                 "from them with recipes.prepare_data"
             )
         reading = Reading(text_field, kind)
@@ -168,7 +168,7 @@ def _suffix(path: str) -> str:
 def _skip(file: io.BufferedIOBase, *, to_separator: bool) -> None:
     """Skip the rest of the current line, or everything up to the end of the next separator line."""
     begins = True
-    while piece := file.readline(_SKIP_BYTES):
+    while piece := file.readline(SKIP_BYTES):
         if to_separator and begins and _is_separator(piece):
             return
         begins = piece.endswith(b"\n")
@@ -195,16 +195,16 @@ def _lines(span: Span, on_block: BlockCallback) -> Iterator[_Line]:
         offset = reported = span.start
         if offset:
             file.seek(offset)
-        while (packed or offset < span.stop) and (content := file.readline(_LONGEST_LINE + 1)):
-            if len(content) > _LONGEST_LINE:
+        while (packed or offset < span.stop) and (content := file.readline(LONGEST_LINE + 1)):
+            if len(content) > LONGEST_LINE:
                 raise Problem(
                     f"{span.path!r} line {_line_number(span, offset)} is longer than "
-                    f"{_LONGEST_LINE} bytes; legal: shorter lines"
+                    f"{LONGEST_LINE} bytes; legal: shorter lines"
                 )
             begin, offset = offset, offset + len(content)
             if not packed:
                 on_block(content)
-            elif offset - reported >= _SIGN_OF_LIFE:
+            elif offset - reported >= SIGN_OF_LIFE:
                 reported = offset
                 on_block(b"")
             if begin == 0 and content.startswith(_BOM):
@@ -222,9 +222,9 @@ def _separated(span: Span, on_block: BlockCallback) -> Iterator[str]:
         else:
             begin = begin if document else line.offset
             document += line.content
-            if len(document) > _LONGEST_DOCUMENT:
+            if len(document) > LONGEST_DOCUMENT:
                 raise Problem(
-                    f"{span.path!r} has a document of more than {_LONGEST_DOCUMENT} bytes, which "
+                    f"{span.path!r} has a document of more than {LONGEST_DOCUMENT} bytes, which "
                     f"starts in line {_line_number(span, begin)}; legal: shorter documents, "
                     f"separated by lines {_SEPARATOR.decode()}"
                 )

@@ -33,9 +33,9 @@ COMPRESSED = (".gz", ".zst")
 _BUCKETS = "gs://"
 # Bytes to read and hash at a time.
 _BLOCK = 2**20
-# Sizes of a request to a bucket, in bytes: `_AHEAD` is for reading a whole object in few requests,
+# Sizes of a request to a bucket, in bytes: `AHEAD` is for reading a whole object in few requests,
 # and `_LOOK` is for finding the end of a line.
-_AHEAD, _LOOK = 8 * 2**20, 2**18
+AHEAD, _LOOK = 8 * 2**20, 2**18
 # Compressed bytes to decompress at a time. Four bytes can encode a zstandard block of 128 KiB, so
 # this number of bytes decompresses to at most 32 MiB. Without the limit, a malicious file could
 # decompress to gigabytes at once.
@@ -164,12 +164,12 @@ def open_stored(span: Span, *, look: bool = False) -> Iterator[io.BufferedIOBase
     """
     if span.in_bucket:
         raw = open_object(span.path, span.version[0], span.version[2])
-        with io.BufferedReader(raw, _LOOK if look else _AHEAD) as file:
+        with io.BufferedReader(raw, _LOOK if look else AHEAD) as file:
             yield file
         return
     if not span.is_local:
         raw = remote.open_stored(span.path)
-        with io.BufferedReader(raw, _LOOK if look else _AHEAD) as file:
+        with io.BufferedReader(raw, _LOOK if look else AHEAD) as file:
             yield file
         return
     with open(span.path, "rb") as file:

@@ -261,7 +261,7 @@ class PartWriter:
                     self._reading,
                 )
         else:
-            done = self._write(job, _attempt(self._options.plan_id, job))
+            done = self.write_anew(job, _attempt(self._options.plan_id, job))
             content = {"plan": self._options.plan_id, "cut": job.cut, **done._asdict()}
             content |= {"part": done.part.json(), "kept": True}
             if not self._folder.create(f"{name}/{MANIFEST}", seal(content)):
@@ -317,7 +317,9 @@ class PartWriter:
         self._folder.delete(name)
         return None
 
-    def _write(self, job: PartJob, attempt: str) -> WrittenPart:
+    def write_anew(self, job: PartJob, attempt: str) -> WrittenPart:
+        """Write a part into new folders, whose names contain `attempt`."""
+
         def check() -> None:
             for span in job.spans:
                 check_unchanged(span)

@@ -12,7 +12,7 @@ from typing import Generic, TypeVar
 T = TypeVar("T")
 
 # Maximum seconds that `close` waits for reads in progress.
-_CLOSE_SECONDS = 5.0
+CLOSE_SECONDS = 5.0
 
 
 class Prefetcher(Generic[T]):
@@ -90,7 +90,7 @@ class Prefetcher(Generic[T]):
             future.cancel()
         for _ in self._threads:
             self._wanted.put(None)
-        until = time.monotonic() + _CLOSE_SECONDS
+        until = time.monotonic() + CLOSE_SECONDS
         for thread in self._threads:
             thread.join(max(0.0, until - time.monotonic()))
 

@@ -37,7 +37,7 @@ COMPARING = "comparing the input"
 # Number of part manifests to read concurrently.
 _READERS = 16
 # Maximum seconds until a network file system shows a new file to all hosts.
-_SHARED_SECONDS = 10.0
+SHARED_SECONDS = 10.0
 
 # A function that displays progress, given the number of input bytes processed, the total number,
 # and the current activity, which is TOKENISING, HOLDING_OUT or COMPARING.
@@ -173,7 +173,7 @@ def prepare(
     jobs = [PartJob(number, parts[number], None) for number in own]
     done = dict(zip(own, _run(options, jobs, workers, progress, TOKENISING), strict=True))
     kept = sum(d.kept for d in done.values())
-    if cut := _document_to_cut(list(done.values()), eval_fraction, group):
+    if cut := document_to_cut(list(done.values()), eval_fraction, group):
         rewrites = [job._replace(cut=cut) for job in jobs if done[job.number].lowest == cut.rank]
         rewritten = _run(options, rewrites, workers, progress, HOLDING_OUT)
         done |= {job.number: result for job, result in zip(rewrites, rewritten, strict=True)}
@@ -256,7 +256,7 @@ def _check_shared(folder: Folder, plan: dict[str, Any], group: ProcessGroup) -> 
     """
     if group.count == 1:
         return
-    until = time.monotonic() + _SHARED_SECONDS
+    until = time.monotonic() + SHARED_SECONDS
     while read_sealed(folder, PLAN) != plan and not read_sealed(folder, MANIFEST):
         if time.monotonic() > until:
             raise UsageError(
@@ -281,7 +281,7 @@ def _share(sizes: list[int], group: ProcessGroup) -> list[int]:
     return sorted(own)
 
 
-def _document_to_cut(
+def document_to_cut(
     done: list[WrittenPart], eval_fraction: int | float, group: ProcessGroup
 ) -> DocumentCut | None:
     """Return the document whose tail is held out, or None if whole documents are held out.
@@ -326,7 +326,7 @@ def _complete(
     def wait_for_part(number: int) -> WrittenPart:
         if number in done:
             return done[number]
-        until = time.monotonic() + _SHARED_SECONDS
+        until = time.monotonic() + SHARED_SECONDS
         while (found := read_part_manifest(folder, number)) is None:
             if time.monotonic() > until:
                 raise RunError(

@@ -27,7 +27,7 @@ _ROWS = 256
 # This number of bytes of a Parquet file is read at a time.
 _BUFFER = 2**20
 # Maximum size of a document in characters.
-_LONGEST_DOCUMENT = 2**30
+LONGEST_DOCUMENT = 2**30
 _SHOWN_COLUMNS = 12
 
 
@@ -75,9 +75,9 @@ def read_span(span: Span, reading: Reading, on_block: BlockCallback) -> Iterator
             at = stop
             for text in texts:
                 if text is not None:
-                    if len(text) > _LONGEST_DOCUMENT:
+                    if len(text) > LONGEST_DOCUMENT:
                         raise Problem(
-                            f"{span.path!r} has a document of more than {_LONGEST_DOCUMENT} "
+                            f"{span.path!r} has a document of more than {LONGEST_DOCUMENT} "
                             "characters; legal: shorter documents"
                         )
                     yield text

@@ -32,13 +32,13 @@ from rmt_tpu.errors import RunError, UsageError
 from rmt_tpu.streams import flush_stdout, log_line
 
 # A process checks for failures of other processes once in this number of seconds.
-_LOOK_SECONDS = 1.0
+LOOK_SECONDS = 1.0
 # After a failure, process 0, which hosts the key-value store, waits at most this number of seconds
 # before it exits.
 _FAREWELL_SECONDS = 10.0
 _FAILED, _ENDED = "rmt/failed/", "rmt/ended/"
 
-_timeout: int | float = DEFAULT_TIMEOUT
+join_timeout: int | float = DEFAULT_TIMEOUT
 _watch: "_Watch | None" = None
 
 
@@ -90,7 +90,7 @@ def initialize(
     """
     from rmt_tpu import kernel_tables
 
-    global _timeout, _watch
+    global join_timeout, _watch
     rendezvous.validate(member)
     if not timeout > 0:
         raise UsageError(
@@ -111,7 +111,7 @@ def initialize(
         coordinator_bind_address=member.coordinator if loopback else None,
     )
     gloo.scatter_sums_by_all_reduce()
-    _timeout = timeout
+    join_timeout = timeout
     _watch = _FailureWatcher()
     # Exit handlers run in reverse order of registration. The watcher is therefore stopped before
     # JAX's handler removes the client that the watcher uses.
@@ -164,7 +164,7 @@ class Channel:
         count = num_processes()
         if count == 1:
             return [value]
-        timeout = _timeout if timeout is None else timeout
+        timeout = join_timeout if timeout is None else timeout
         self._calls += 1
         client, folder = global_state.client, self._folder(self._calls)
         try:
@@ -273,7 +273,7 @@ def fail(line: str, code: int) -> NoReturn:
     _end(line, code, broadcast={"line": f"process {process_id()}: {line}", "code": code})
 
 
-_ending = threading.Lock()
+ending = threading.Lock()
 
 
 def _end(line: str, code: int, broadcast: dict[str, Any] | None = None) -> NoReturn:
@@ -285,7 +285,7 @@ def _end(line: str, code: int, broadcast: dict[str, Any] | None = None) -> NoRet
       broadcast: the line and code for the other processes, which stop when they read it; or None.
     """
     # From now on, any other thread that calls this function waits until the process exits.
-    _ending.acquire()
+    ending.acquire()
     client = global_state.client
     with contextlib.suppress(jax.errors.JaxRuntimeError):
         if broadcast:
@@ -300,7 +300,7 @@ def _end(line: str, code: int, broadcast: dict[str, Any] | None = None) -> NoRet
         while is_first() and time.monotonic() < until:
             if len(client.key_value_dir_get(_ENDED)) == num_processes():
                 break
-            time.sleep(_LOOK_SECONDS / 10)
+            time.sleep(LOOK_SECONDS / 10)
     os._exit(code)
 
 
@@ -310,7 +310,7 @@ def fail_after_device_error(reason: str) -> NoReturn:
     The usual cause is that another process has died.
     """
     # Wait first, because a process that is about to exit may still report the cause itself.
-    time.sleep(3 * _LOOK_SECONDS)
+    time.sleep(3 * LOOK_SECONDS)
     fail(
         f"the computation on devices failed, probably because another process died: {reason}",
         RunError.exit_code,
@@ -327,7 +327,7 @@ class _FailureWatcher:
 
     def _look(self) -> None:
         # Poll, because a long wait in the client could not be interrupted when the process exits.
-        while not self._stop.wait(_LOOK_SECONDS):
+        while not self._stop.wait(LOOK_SECONDS):
             try:
                 failed = global_state.client.key_value_dir_get(_FAILED)
             except jax.errors.JaxRuntimeError:

@@ -211,11 +211,16 @@ class RmtTpu(TemplateLM):
         for _, context, continuation in requests:
             given = self._with_start(context), np.array(continuation, np.int32)
             scored_requests.append(Request(*given))
-        return self._score(scored_requests, [strings for strings, _, _ in requests])
+        return self.score(scored_requests, [strings for strings, _, _ in requests])
 
-    def _score(
+    def score(
         self, requests: list[Request], strings: list[tuple[str, str]]
     ) -> list[tuple[float, bool]]:
+        """Return each request's log-likelihood, and whether greedy decoding gives the same text.
+
+        `strings` has the context and the continuation of each request, which are keys of the
+        harness's cache.
+        """
         if not requests:
             return []
         self._scorer.check("the task", requests)

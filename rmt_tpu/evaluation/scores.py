@@ -13,9 +13,9 @@ from rmt_tpu.decoder import Decoder
 from rmt_tpu.execution import kernels
 from rmt_tpu.layers.data_vectors import concatenate
 
-# Logits are computed for one chunk of tokens at a time. _LOGITS: the maximum number of logits in
+# Logits are computed for one chunk of tokens at a time. LOGITS: the maximum number of logits in
 # memory (128 MiB in float32). _MIN_CHUNK: the minimum number of tokens in a chunk.
-_LOGITS, _MIN_CHUNK = 2**25, 64
+LOGITS, _MIN_CHUNK = 2**25, 64
 
 # The target that marks a position as not scored.
 NONE = -1
@@ -76,7 +76,7 @@ def token_scores(
     x, flat_targets = concatenate(z).reshape(targets.size, -1), targets.reshape(-1)
     unembedding = decoder.unembedding
     kernel = sharding.gather(unembedding.matrix.astype(x.dtype), "fsdp", axis=0)
-    chunk = min(targets.size, max(_LOGITS // kernel.shape[1], _MIN_CHUNK))
+    chunk = min(targets.size, max(LOGITS // kernel.shape[1], _MIN_CHUNK))
     dtype = jnp.result_type(x, jnp.float32)
 
     # List the positions with a target first, followed by out-of-range positions as padding.

@@ -27,7 +27,7 @@ from rmt_tpu.training.run import resolve_auto
 # These config paths may change when a run is resumed. They still belong to the digest, because they
 # determine how much text the loss is measured on.
 _MEASURED = ("train.eval_tokens", "train.eval_batches")
-_WAITS = (0.3, 1.0, 3.0)  # The seconds between attempts to append to a file on gs://.
+WAITS = (0.3, 1.0, 3.0)  # The seconds between attempts to append to a file on gs://.
 
 
 class Record(NamedTuple):
@@ -116,7 +116,7 @@ class Records:
         self._found[line["digest"]] = record
         content = b"\n" * self._is_cut + f"{json.dumps(line)}\n".encode()
         self._is_cut = False
-        for seconds in _WAITS:
+        for seconds in WAITS:
             with contextlib.suppress(Fault):
                 return self._folder.append(self._name, content)
             time.sleep(seconds)

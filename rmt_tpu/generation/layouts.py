@@ -30,7 +30,7 @@ _CAPACITY, _COUNT = 128, 8
 # Maximum number of compilations of the decode steps.
 _ROUNDS = 4
 # The only platform on which arrays can have several layouts.
-_PLATFORM = "tpu"
+PLATFORM = "tpu"
 _MATRICES = ("embedding", "hidden", "unembedding")
 _ENTRY = "\nENTRY "
 _PARAMETER = re.compile(r"%(\S+) = \S+ parameter\((\d+)\)")
@@ -51,13 +51,13 @@ def lay_out(decoder: Decoder, rows: int) -> None:
     params = nnx.state(decoder, nnx.Param)
     leaves, tree = jax.tree.flatten(params)
     where = getattr(leaves[0], "sharding", None)  # NumPy arrays have no sharding.
-    if where is None or any(device.platform != _PLATFORM for device in where.device_set):
+    if where is None or any(device.platform != PLATFORM for device in where.device_set):
         return
     shapes = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding) for x in leaves)
     del leaves
     model, _ = ModelSpec.of(decoder)
     variables = jax.tree.leaves(params, is_leaf=lambda x: isinstance(x, nnx.Variable))
-    for index, order in _axis_orders(model, tree, shapes, rows).items():
+    for index, order in axis_orders(model, tree, shapes, rows).items():
         if variables[index].get_metadata("role") in _MATRICES:
             variables[index].set_value(_set_order(variables[index].get_value(), order))
 
@@ -112,7 +112,7 @@ def _likeliest(
 
 
 @cache
-def _axis_orders(
+def axis_orders(
     model: ModelSpec,
     tree: jax.tree_util.PyTreeDef,
     shapes: tuple[jax.ShapeDtypeStruct, ...],

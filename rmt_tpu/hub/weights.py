@@ -29,10 +29,10 @@ _CONSTANTS = ("rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")
 # These are the tensor name of the unembedding W_U in every model type, and the path of the token
 # embeddings. If embeddings are tied, both have the same values.
 _UNEMBEDDING, _EMBEDDING = "lm_head.weight", ("embedding", "tokens")
-_SHARD = 5 * 10**9  # the maximum number of bytes per file, as in the hub's tools
+SHARD_BYTES = 5 * 10**9  # the maximum number of bytes per file, as in the hub's tools
 # These values limit the size of the buffers for reading, in bytes. Larger buffers would not make
 # reading faster, and smaller ones would need many small steps.
-_LEAST_MEMORY, _MOST_MEMORY = 16 * 2**20, 64 * 2**20
+LEAST_MEMORY, MOST_MEMORY = 16 * 2**20, 64 * 2**20
 _BLOCK = 8 * 2**20  # the maximum number of bytes in one read
 _READS = 16  # the maximum number of parallel reads
 
@@ -61,7 +61,7 @@ class Tensors:
         self.folder = open_folder(location)
         self._entries = files.find_tensors(self.folder)
         sizes = (math.prod(entry.shape) * _itemsize(entry) for entry in self._entries.values())
-        self.memory = min(max(_LEAST_MEMORY, max(sizes, default=0) // 2), _MOST_MEMORY)
+        self.memory = min(max(LEAST_MEMORY, max(sizes, default=0) // 2), MOST_MEMORY)
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Return a dict from the name of every tensor to its shape."""
@@ -407,7 +407,7 @@ def write(
     total = group_bytes = 0
     for name, (piece, *_) in by_name.items():
         count = math.prod(piece.shape) * (4 if piece.exact else np.dtype(dtype).itemsize)
-        if groups[-1] and group_bytes + count > _SHARD:
+        if groups[-1] and group_bytes + count > SHARD_BYTES:
             groups.append([])
             group_bytes = 0
         groups[-1].append(name)

@@ -18,7 +18,7 @@ _WRITES_IN_PLACE = ("tpu_v5_lite", "tpu_v5", "tpu_v6_lite")
 # than two instructions, even with many tokens (docs/benchmarks/train_step.md).
 _FUSED_PRODUCTS = ("tpu_v6_lite",)
 # A residual that fills at most this share of VMEM may stay there between two kernels.
-_MAX_VMEM_SHARE = 0.5
+MAX_VMEM_SHARE = 0.5
 # The largest share of a vector's width that padding with zeros may add. More padding would cost
 # more time than it saves on a GPU or a CPU.
 _MAX_PADDING_SHARE = 1 / 8
@@ -78,8 +78,8 @@ def rereads_rebuilt(target: Target, residual_bytes: int) -> Choice:
     """
     share = residual_bytes / target.chip.vmem
     vmem = "VMEM" if target.on_tpu else "the largest TPU's VMEM"
-    limit = f"a separate kernel reads one that takes at most {_MAX_VMEM_SHARE}"
-    return Choice(share > _MAX_VMEM_SHARE, f"a residual takes {share:.2g} of {vmem}; {limit}")
+    limit = f"a separate kernel reads one that takes at most {MAX_VMEM_SHARE}"
+    return Choice(share > MAX_VMEM_SHARE, f"a residual takes {share:.2g} of {vmem}; {limit}")
 
 
 def few_tokens(tokens: int) -> bool:

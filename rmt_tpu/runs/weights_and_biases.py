@@ -18,7 +18,7 @@ from typing import Any
 from rmt_tpu.storage import Folder
 
 # At its end, a run waits at most this number of seconds for the upload of its records.
-_FINISH_SECONDS = 300.0
+FINISH_SECONDS = 300.0
 
 
 def is_installed() -> bool:
@@ -93,8 +93,8 @@ class WeightsAndBiases:
             target=lambda: self._run.finish(exit_code=int(failed)), name="wandb", daemon=True
         )
         finish.start()
-        finish.join(_FINISH_SECONDS)
+        finish.join(FINISH_SECONDS)
         if finish.is_alive():
             raise TimeoutError(
-                f"the upload to Weights & Biases did not finish within {_FINISH_SECONDS:.0f} s"
+                f"the upload to Weights & Biases did not finish within {FINISH_SECONDS:.0f} s"
             )

@@ -25,7 +25,7 @@ CHANGES = "config_changes.jsonl"
 CHECKPOINTS = "checkpoints"
 
 # Maximum number of seconds until a network file system shows a new file to all hosts.
-_SHARED_SECONDS = 10.0
+SHARED_SECONDS = 10.0
 
 
 class ConfigChanges(NamedTuple):
@@ -137,7 +137,7 @@ def _check_shared(folder: Folder) -> None:
     if processes.is_first():
         folder.write(mark, b"")
     processes.exchange("", "writing to the run folder")
-    until = time.monotonic() + _SHARED_SECONDS
+    until = time.monotonic() + SHARED_SECONDS
     while not (seen := folder.read(mark) is not None) and time.monotonic() < until:
         time.sleep(0.1)
     answers = processes.exchange("seen" if seen else "", "reading the run folder")

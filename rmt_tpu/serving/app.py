@@ -31,7 +31,7 @@ from rmt_tpu.streams import log_line
 # A refused client is asked to retry after this number of seconds.
 _RETRY_AFTER = 1
 # The body of a request must arrive within this number of seconds.
-_BODY_SECONDS = 60
+BODY_SECONDS = 60
 # A body larger than max_body is still read, up to this multiple of max_body, and then discarded. If
 # the server refused the request earlier, a client that is still sending might not read the error.
 _READ_ON = 8
@@ -57,7 +57,7 @@ class Front:
         self.worker, self.served = worker, served
         self.texts, self.draining = 0, False
         self.metrics = Metrics(worker, lambda: self.texts) if Metrics.installed() else None
-        self._max_body, self._log, self._created = max_body, log, int(time.time())
+        self._max_body, self.logs, self._created = max_body, log, int(time.time())
         self._waiting: set[asyncio.Queue] = set()
         self._reading: set[asyncio.Timeout] = set()
         self.app = Starlette(
@@ -102,15 +102,16 @@ class Front:
             limit.reschedule(0)
 
     async def _models(self, request: Request) -> Response:
-        return JSONResponse({"object": "list", "data": [self._description()]})
+        return JSONResponse({"object": "list", "data": [self.description()]})
 
     async def _model(self, request: Request) -> Response:
         if (name := request.path_params["name"]) != self.served.name:
             message = unknown("model", name, [self.served.name])
             raise Refusal(message, "model", status=404, code="model_not_found")
-        return JSONResponse(self._description())
+        return JSONResponse(self.description())
 
-    def _description(self) -> dict:
+    def description(self) -> dict:
+        """Return the served model as an object of OpenAI's list of models."""
         return {
             "id": self.served.name,
             "object": "model",
@@ -166,7 +167,7 @@ class Front:
     async def _body(self, request: Request) -> bytes:
         parts, size = [], 0
         try:
-            async with asyncio.timeout(_BODY_SECONDS) as limit:
+            async with asyncio.timeout(BODY_SECONDS) as limit:
                 self._reading.add(limit)
                 async for part in request.stream():
                     size += len(part)
@@ -177,7 +178,7 @@ class Front:
         except TimeoutError:
             self._check_open()
             raise Refusal(
-                f"the request body did not arrive within {_BODY_SECONDS} s",
+                f"the request body did not arrive within {BODY_SECONDS} s",
                 status=408,
                 code="timeout",
             ) from None
@@ -218,7 +219,7 @@ class Front:
 
     def log(self, line: str) -> None:
         """Log a line, if logging is enabled."""
-        if self._log:
+        if self.logs:
             log_line(line)
 
 

@@ -17,7 +17,7 @@ from rmt_tpu.streams import log_line
 # At shutdown, slow clients have this number of seconds to receive their responses.
 _SLOW_READERS = 5
 # The headers of a request must arrive within this number of seconds.
-_HEADERS = 30
+HEADER_SECONDS = 30
 # The server accepts at most this number of connections by default.
 CONNECTIONS = 1000
 # During shutdown, the server checks for unfinished texts at intervals of this number of seconds.
@@ -87,7 +87,7 @@ class Protocol(h11_impl.H11Protocol):
         if self.conn.their_state is not h11_impl.h11.IDLE:
             self._cancel_deadline()
         elif self._deadline is None:
-            self._deadline = self.loop.call_later(_HEADERS, self.transport.close)
+            self._deadline = self.loop.call_later(HEADER_SECONDS, self.transport.close)
 
     def _cancel_deadline(self) -> None:
         if self._deadline is not None:

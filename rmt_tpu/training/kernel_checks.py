@@ -109,7 +109,7 @@ def check_kernels(
     """
     if restart and processes.is_first():
         folder.delete(FILE)
-    platform = _platform()
+    platform = accelerator_platform()
     if platform is None:
         yield {}
         return
@@ -198,7 +198,7 @@ def merge_failures(failures_by_process: Sequence[Failures]) -> Failures:
     return dict(sorted(found.items()))
 
 
-def _platform() -> str | None:
+def accelerator_platform() -> str | None:
     """Return "tpu" or "cuda", or None if the platform of the devices has no kernels."""
     return _PLATFORMS.get(jax.default_backend())
 
@@ -215,7 +215,7 @@ def _differences(calls: Sequence[TracedCall], platform: str, kernels: str) -> Fa
     found: Failures = {}
     for name, cases in device_calls.cases_of(calls, platform).items():
         for case in cases:
-            key = _key(name, f"{case.op} {case.size}", kernels)
+            key = record_key(name, f"{case.op} {case.size}", kernels)
             why = _recorded(key, "differs", str)
             if why is None:
                 row = device_check.check(case, implementation, timed=False)
@@ -242,7 +242,7 @@ def _times(
         total = [0.0, 0.0]
         try:
             for case in cases:
-                key = _key(name, f"{case.op} {case.size}", "both, timed")
+                key = record_key(name, f"{case.op} {case.size}", "both, timed")
                 seconds = _recorded(key, "seconds", list)
                 if seconds is None:
                     seconds = [device_check.time_case(case, kind) for kind in ("pallas", "xla")]
@@ -271,7 +271,7 @@ def cache_folder() -> Path:
     return Path(cache) / "rmt_tpu" / "kernels"
 
 
-def _key(name: str, call: str, kernels: str) -> dict[str, str]:
+def record_key(name: str, call: str, kernels: str) -> dict[str, str]:
     """Return the key of a record: the call, device kind, versions, and hash of kernel sources."""
     device = jax.local_devices()[0]
     return {

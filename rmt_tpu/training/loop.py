@@ -175,7 +175,7 @@ class Loop:
                 # three. The first steps are slower than later ones.
                 if profile_steps and step == min(first + 2, steps):
                     profile.enter_context(self.side_files.profile())
-                self._step(train_step, step, batches)
+                self.take_step(train_step, step, batches)
                 if profile_steps and step == min(first + 1 + profile_steps, steps):
                     jax.block_until_ready(self.state)
                     profile.close()
@@ -217,7 +217,7 @@ class Loop:
         shape = self.config.train.batch_size, self.config.data.seq_len
         return put_batch(read, shape, self.model.batch_sharding)
 
-    def _step(self, train_step, step: int, batches: data.Prefetcher) -> None:
+    def take_step(self, train_step, step: int, batches: data.Prefetcher) -> None:
         """Dispatch a step, and then report the step before it, so that no device is idle."""
         batch, waited = batches.next()
         self.state, metrics = train_step(self.state, batch)
@@ -245,7 +245,7 @@ class Loop:
         row |= self.throughput.step_ended()
         row["throughput/data_wait_seconds"] = waited
         row |= self.datasets.train.metrics(windows_read)
-        row |= self._watch_gradient_norm(row["optim/grad_norm"])
+        row |= self.watch_gradient_norm(row["optim/grad_norm"])
         self.progress.update(self.step, row)
         if self.step % self.config.train.log_every == 0 or self.step == self.config.train.steps:
             self.side_files.write(self.step, row)
@@ -268,7 +268,7 @@ class Loop:
                 + _range_hint(self.config)
             )
 
-    def _watch_gradient_norm(self, norm: float) -> dict[str, float]:
+    def watch_gradient_norm(self, norm: float) -> dict[str, float]:
         """Record a step's gradient norm, and return how far it is above the running mean.
 
         The result is a dict with one metric, in standard deviations; it is empty in the first

@@ -24,7 +24,7 @@ from rmt_tpu.layers.stacks import isolate
 # On GPUs, the number of columns of W_U is padded to a multiple of this number.
 _GPU_COLUMNS = 128
 # Maximum number of logits in memory at a time: 2^27 logits in float32 take 512 MB.
-_LOGITS = 2**27
+LOGITS = 2**27
 
 
 class Loss(NamedTuple):
@@ -90,13 +90,13 @@ def next_token_loss(
 
 
 def _chunks(batch: int, seq: int, vocab: int) -> int:
-    """Return the number of chunks to split a sequence into, so each has at most `_LOGITS` logits.
+    """Return the number of chunks to split a sequence into, so each has at most `LOGITS` logits.
 
     Let n be the smallest sufficient number. If n does not divide the length, a divisor of the
     length between n and 2n is returned if there is one. Otherwise the result is n, and the last
     chunk is padded with tokens of weight 0.
     """
-    tokens = max(_LOGITS // max(batch * vocab, 1), 1)  # The number of tokens in a chunk.
+    tokens = max(LOGITS // max(batch * vocab, 1), 1)  # The number of tokens in a chunk.
     fewest = max(-(-seq // tokens), 1)
     equal = (n for n in range(fewest, 2 * fewest) if seq % n == 0)
     return next(equal, fewest)

@@ -252,7 +252,7 @@ def test_a_prime_length_takes_whole_blocks_and_a_filled_one(monkeypatch):
         return out, pullback(jnp.cos(out))[0]
 
     whole = jax.jit(lambda qkv: both(qkv))(qkv)
-    monkeypatch.setattr(reference, "_QUERIES", 5)
+    monkeypatch.setattr(reference, "QUERIES", 5)
     in_blocks = jax.jit(lambda qkv: both(qkv))
     assert "length=3" in str(jax.make_jaxpr(in_blocks)(qkv))
     for got, expected in zip(in_blocks(qkv), whole, strict=True):

@@ -31,7 +31,7 @@ from tests.tiers import later
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch):
     """Several blocks of the tests' short sequences, and never the other form."""
-    monkeypatch.setattr(online, "_SIZES", (48,))
+    monkeypatch.setattr(online, "SIZES", (48,))
     monkeypatch.setattr(online, "LOGITS", 0)
 
 

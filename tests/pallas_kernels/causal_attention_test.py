@@ -64,7 +64,7 @@ def test_blocks_of_queries_give_the_same_and_never_all_logits(queries, monkeypat
         # A function of its own each time: traces are cached by it.
         trace = lambda: jax.jit(lambda *args: plain(*args)).trace(qkv, d_out, options)
         assert "f64[2,3,12,12]" in str(trace().jaxpr)
-        monkeypatch.setattr(reference, "_QUERIES", queries)
+        monkeypatch.setattr(reference, "QUERIES", queries)
         traced = trace()
         assert "f64[2,3,12,12]" not in str(traced.jaxpr)
         got = traced.lower().compile()(qkv, d_out, options)

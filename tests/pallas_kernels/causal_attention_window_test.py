@@ -70,7 +70,7 @@ class TestOnline(Battery):
     )
 
     def test_equals_numpy(self, case, monkeypatch):
-        monkeypatch.setattr(online, "_SIZES", (48, 16))
+        monkeypatch.setattr(online, "SIZES", (48, 16))
         super().test_equals_numpy(case)
 
 
@@ -158,7 +158,7 @@ def test_pairs_before_the_window_are_not_computed():
     ):
         given = PartOperands(q, (q, q), 1.0, 0, None, None, window)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(online, "_SIZES", (48,))
+            patch.setattr(online, "SIZES", (48,))
             assert len(online._OnlineBlocks(True, given).pairs[0]) == pairs
 
 
@@ -209,7 +209,7 @@ def draw(seed, *shape, dtype="float32"):
 )
 def test_a_part_within_a_window(module, queries, keys, window, monkeypatch):
     """Compare with the reference, which applies a mask to all pairs of tokens."""
-    monkeypatch.setattr(online, "_SIZES", (48, 16))
+    monkeypatch.setattr(online, "SIZES", (48, 16))
     q, d_out = draw(0, B, queries, HEADS, SIZE), draw(2, B, queries, HEADS, SIZE)
     kv = draw(1, B, keys, 2 * KV_HEADS, SIZE)
     ids = [np.sort(np.random.default_rng(n).integers(0, 3, (B, n))) for n in (queries, keys)]

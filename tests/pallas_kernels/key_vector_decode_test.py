@@ -96,7 +96,7 @@ def test_rows_of_several_steps_equal_those_of_one(monkeypatch):
     at_layer = lambda: mosaic_tpu_decode.at_layer(site, jnp.int32(LAYER), **options)
     want = at_layer()
     monkeypatch.setattr(
-        mosaic_tpu_decode, "_LARGEST", 8 * mosaic_tpu_decode._row_bytes(site.residual)
+        mosaic_tpu_decode, "LARGEST", 8 * mosaic_tpu_decode._row_bytes(site.residual)
     )
     calls = []
     original = mosaic_tpu_decode.tpu_call

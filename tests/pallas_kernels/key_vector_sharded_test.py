@@ -294,7 +294,7 @@ def interpreted(module):
     ids=lambda x: getattr(x, "__name__", x).rpartition(".")[2],
 )
 def test_kernels_on_slices_equal_the_whole(module, residual, norm, monkeypatch):
-    monkeypatch.setattr(key_vector.calls, "_IMPLEMENTATIONS", interpreted(module))
+    monkeypatch.setattr(key_vector.calls, "IMPLEMENTATIONS", interpreted(module))
     N = 130 if module is mosaic_tpu else 3
     case = Case(4, N=N, k=4, V=8, R=2, P=3, dtype="float32", norm=norm)
     args, cotangents = arguments(case, residual)

@@ -223,7 +223,7 @@ def test_is_preferred_where_it_supports_a_call():
 
 
 def test_the_default_names_no_kernel_on_request():
-    group = calls._IMPLEMENTATIONS
+    group = calls.IMPLEMENTATIONS
     assert group.names["mosaic_gpu"] == ("cuda",)
     with lowering_for(H100):
         assert group.chosen("forward", shapes())["cuda"][0] == "xla"

@@ -12,7 +12,7 @@ import os, sys
 from rmt_tpu.analysis import device_calls, device_cases, device_check
 from rmt_tpu.training import kernel_checks
 os.environ["RMT_TPU_CACHE"] = {cache!r}
-kernel_checks._platform = lambda: "tpu"
+kernel_checks.accelerator_platform = lambda: "tpu"
 def cases_of(calls, platform):
     return {{"key_vector": [next(device_cases.OPS["key_vector"]("small"))]}}
 def check(case, implementation, timed):

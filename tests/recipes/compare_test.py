@@ -28,13 +28,13 @@ FLAGS = [f"--presets={','.join(PRESETS)}", *cli.TINY, "--eval_every=24"]
 SIGINT_IN_STEP = """
 import os, signal
 from rmt_tpu.training.loop import Loop
-usual = Loop._step
+usual = Loop.take_step
 def _step(self, train_step, step, batches):
     usual(self, train_step, step, batches)
     steps.append(step)
     if steps.count(10) == 2:
         os.kill(os.getpid(), signal.SIGINT)
-Loop._step, steps = _step, []
+Loop.take_step, steps = _step, []
 """
 
 

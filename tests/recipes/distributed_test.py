@@ -29,12 +29,12 @@ TRAIN = (
 STOP_IN_STEP = """
 import os, signal
 from rmt_tpu.training.loop import Loop
-usual = Loop._step
+usual = Loop.take_step
 def _step(self, train_step, step, batches):
     usual(self, train_step, step, batches)
     if step == {step}:
         os.kill(os.getpid(), signal.SIGTERM)
-Loop._step = _step
+Loop.take_step = _step
 """
 
 
@@ -114,11 +114,11 @@ SPIKE = """
 import math
 from rmt_tpu.training.loop import Loop
 from rmt_tpu.training.spikes import Spread
-usual, left = Loop._watch_gradient_norm, [5]
+usual, left = Loop.watch_gradient_norm, [5]
 def watch(self, norm):
     self.spikes = self.spikes._replace(spread=Spread(math.log(norm), 0.01, 60))
     return usual(self, norm * (50 if self.step in left and not left.clear() else 1))
-Loop._watch_gradient_norm = watch
+Loop.watch_gradient_norm = watch
 """
 
 
@@ -214,7 +214,7 @@ def test_two_processes_go_back_to_an_older_checkpoint(mesh, two, tmp_path):
 def test_processes_that_differ_end_in_one_line_each(flag, reason, tmp_path):
     (tmp_path / "elsewhere").mkdir()
     flags = (*TRAIN, LARGE[0], f"--workdir={tmp_path}/run")
-    impatient = "import rmt_tpu.runs.workdir as w; w._SHARED_SECONDS = 0.1; "
+    impatient = "import rmt_tpu.runs.workdir as w; w.SHARED_SECONDS = 0.1; "
     change = f"{impatient}sys.argv.append({flag.format(folder=tmp_path)!r})"
     ends = cli.launch(2, *flags, first=("", change))
     (first, _, told), (second, _, own) = ends
@@ -261,7 +261,7 @@ def test_the_others_end_as_one_does(code, others, monkeypatch, capsys):
 
     monkeypatch.setattr(processes.global_state, "client", Store())
     monkeypatch.setattr(processes.global_state, "num_processes", 2)
-    monkeypatch.setattr(processes, "_LOOK_SECONDS", 0.01)
+    monkeypatch.setattr(processes, "LOOK_SECONDS", 0.01)
     monkeypatch.setattr(os, "_exit", leave)
     watch = SimpleNamespace(_stop=threading.Event())
     ends = [
@@ -269,7 +269,7 @@ def test_the_others_end_as_one_does(code, others, monkeypatch, capsys):
         lambda: processes._FailureWatcher._look(watch),
     ]
     for process, end, wanted in zip((1, 0), ends, (code, others), strict=True):
-        monkeypatch.setattr(processes, "_ending", threading.Lock())
+        monkeypatch.setattr(processes, "ending", threading.Lock())
         monkeypatch.setattr(processes.global_state, "process_id", process)
         with pytest.raises(SystemExit) as left:
             end()

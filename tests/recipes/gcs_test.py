@@ -48,12 +48,12 @@ tensorstore.open = open
 SIGTERM = """
 import os, signal
 from rmt_tpu.training.loop import Loop
-usual = Loop._step
+usual = Loop.take_step
 def _step(self, train_step, step, batches):
     usual(self, train_step, step, batches)
     if step == {step}:
         os.kill(os.getpid(), signal.SIGTERM)
-Loop._step = _step
+Loop.take_step = _step
 """
 
 

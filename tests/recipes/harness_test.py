@@ -132,7 +132,7 @@ def test_a_run_goes_on_from_its_cache(
     def none(*args):
         raise AssertionError("asked again")
 
-    monkeypatch.setattr(harness.RmtTpu, "_score", none)
+    monkeypatch.setattr(harness.RmtTpu, "score", none)
     again = asked_by_the_harness(model="rmt_tpu", model_args=args, use_cache=kept)
     assert again["results"] == first["results"]
 

@@ -123,7 +123,7 @@ MEASURED = """
 import sys
 import jax
 from recipes import kernel_report
-kernel_report._accelerator = lambda: jax.devices()[0]
+kernel_report.accelerator = lambda: jax.devices()[0]
 flags = "--step --presets=gpt2-tiny --batch_size=2 --seq_len=32 --set=model.compute_dtype=float32"
 sys.argv = ["recipes/kernel_report.py", *flags.split(), "--output=" + sys.argv[1]]
 kernel_report.run()

@@ -87,13 +87,13 @@ def test_two_hosts_make_byte_for_byte_the_store_of_one(server, alone):
 DIE = """
 import os, signal
 from rmt_tpu.data import part_writer
-usual, done = part_writer.PartWriter._write, []
+usual, done = part_writer.PartWriter.write_anew, []
 def write(self, job, attempt):
     done.append(job)
     if len(done) == 2:
         {how}
     return usual(self, job, attempt)
-part_writer.PartWriter._write = write
+part_writer.PartWriter.write_anew = write
 """
 
 

@@ -18,12 +18,12 @@ PRESETS = ["rmt-tiny", pytest.param("gpt2-tiny", marks=pytest.mark.slow)]
 SIGNAL_IN_STEP = """
 import os, signal
 from rmt_tpu.training.loop import Loop
-usual = Loop._step
+usual = Loop.take_step
 def _step(self, train_step, step, batches):
     usual(self, train_step, step, batches)
     if step == {step}:
         os.kill(os.getpid(), signal.{signal})
-Loop._step = _step
+Loop.take_step = _step
 """
 KILL_AFTER_SAVE = """
 import os

@@ -16,12 +16,12 @@ FLAGS = ["--preset=rmt-tiny", *cli.TINY, "--steps=12", RATES, "--set=train.sampl
 SIGINT_IN_STEP = """
 import os, signal
 from rmt_tpu.training.loop import Loop
-usual = Loop._step
+usual = Loop.take_step
 def _step(self, train_step, step, batches):
     usual(self, train_step, step, batches)
     if self.step == 10 and "x2" in str(self.side_files._folder):
         os.kill(os.getpid(), signal.SIGINT)
-Loop._step = _step
+Loop.take_step = _step
 """
 
 

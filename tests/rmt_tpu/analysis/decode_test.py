@@ -218,7 +218,7 @@ class Fake:
 def test_a_time_is_of_steps_alone(monkeypatch):
     monkeypatch.setattr(decode, "Engine", Fake)
     monkeypatch.setattr(decode, "time", SimpleNamespace(perf_counter=lambda: Fake.clock))
-    monkeypatch.setattr(decode, "_random_decoder", lambda config: None)
+    monkeypatch.setattr(decode, "random_decoder", lambda config: None)
     told = []
     (found,) = measure([DecodeCase("rmt-tiny", 2, 64)], 3, told.append)
     assert found.times == (3 / 8,) * 3 and found.timed and found.cost is None

@@ -70,7 +70,7 @@ def test_blocks_change_nothing(monkeypatch):
     want = draw(37, 24)
     got = want + 1e-3 * draw(37, 24)[::-1]
     at_once = error(got, want)
-    monkeypatch.setattr(device_compare, "_BLOCK", 100)
+    monkeypatch.setattr(device_compare, "BLOCK", 100)
     assert error(got, want) == pytest.approx(at_once, rel=1e-12)
 
 

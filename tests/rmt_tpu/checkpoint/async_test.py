@@ -33,13 +33,13 @@ class Gate:
 
     def __init__(self, patch):
         self._open = threading.Event()
-        usual = checkpoint_save.Attempt._make_way
+        usual = checkpoint_save.Attempt.make_way
 
         def make_way(attempt):
             assert self._open.wait(SECONDS)
             usual(attempt)
 
-        patch.setattr(checkpoint_save.Attempt, "_make_way", make_way)
+        patch.setattr(checkpoint_save.Attempt, "make_way", make_way)
 
     def open(self):
         self._open.set()
@@ -63,7 +63,7 @@ overwrite = jax.jit(lambda tree: jax.tree.map(lambda x: x * 0 - 1, tree), donate
 @pytest.mark.parametrize("on_host", [True, False], ids=["host", "pinned_host"])
 def test_arrays_may_be_donated_and_overwritten_at_once(root, gate, monkeypatch, on_host):
     """Both as on a CPU and as on a device with memory of its own."""
-    monkeypatch.setattr(checkpoint_save, "_is_host", lambda device: on_host)
+    monkeypatch.setattr(checkpoint_save, "is_host", lambda device: on_host)
     place = sharded(mesh(2, 2), "x")
     tree = {f"w{i}": jnp.full((256, 256), i, jnp.float32) for i in range(8)}
     tree["rows"] = jax.device_put(jnp.arange(64.0).reshape(8, 8), place)
@@ -104,7 +104,7 @@ def test_numpy_arrays_may_be_overwritten_at_once(root, gate):
 
 @pytest.mark.parametrize("on_host", [True, False])
 def test_of_copies_on_several_devices_one_is_held(monkeypatch, on_host):
-    monkeypatch.setattr(checkpoint_save, "_is_host", lambda device: on_host)
+    monkeypatch.setattr(checkpoint_save, "is_host", lambda device: on_host)
     places = {
         "all": sharded(mesh(8)),
         "some": sharded(mesh(2, 2), "x"),
@@ -169,7 +169,7 @@ def test_an_error_reaches_the_loop_once_and_the_next_save_is_as_ever(
         lambda: saver.save(2, small_tree(2), {}),
     ):
         with monkeypatch.context() as patch:
-            patch.setattr(checkpoint_save.Attempt, "_write", failing(error))
+            patch.setattr(checkpoint_save.Attempt, "write_stores", failing(error))
             saver.begin_save(1, small_tree(1), {})
             with pytest.raises(RunError, match=expected) as failure:
                 hear()
@@ -234,14 +234,14 @@ import numpy as np
 from rmt_tpu.checkpoint import Checkpointer
 from rmt_tpu.checkpoint import save as checkpoint_save
 
-usual = checkpoint_save.Attempt._write
+usual = checkpoint_save.Attempt.write_stores
 def _write(attempt, stores):
     time.sleep(1)  # until long after the main thread has come to its end
     print("writing")
     if "{end}" == "failed":
         raise OSError("the disk says no")
     usual(attempt, stores)
-checkpoint_save.Attempt._write = _write
+checkpoint_save.Attempt.write_stores = _write
 
 saver = Checkpointer(sys.argv[1], report=lambda line: print(line, file=sys.stderr))
 saver.begin_save(1, {{"w": np.arange(2**20)}}, {{}})
@@ -330,7 +330,7 @@ def fail(usual, attempt, stores):
     if attempt.step == 5 and process == 1:
         raise OSError("disk of process 1")
     usual(attempt, stores)
-patch("_write", fail)
+patch("write_stores", fail)
 saver.begin_save(5, {"x": make(5)}, {})
 tell(saver.wait)
 saver.begin_save(6, {"x": make(6)}, {})
@@ -342,7 +342,7 @@ ONE_IS_LATE = """
 given_up = Path(root + ".given_up")
 def late(usual, attempt, part, *said):
     if part == "write":
-        processes._timeout = 2
+        processes.join_timeout = 2
         while process == 1 and not given_up.exists():
             time.sleep(0.01)
     return usual(attempt, part, *said)
@@ -351,7 +351,7 @@ saver = Checkpointer(root)
 saver.begin_save(1, {"x": make(1)}, {})
 tell(saver.wait)
 given_up.touch()
-processes._timeout = float(timeout)
+processes.join_timeout = float(timeout)
 processes.exchange("", "the end")
 print(saver.steps())
 """
@@ -372,7 +372,7 @@ def count(usual, attempt, stores):
     before = written()
     usual(attempt, stores)
     print(written() - before)
-patch("_write", count)
+patch("write_stores", count)
 saver = Checkpointer(root)
 saver.save(1, tree, {})
 saver.begin_save(2, tree, {})

@@ -446,10 +446,10 @@ def test_arrays_may_be_donated_right_after_save(root):
 
 
 def test_a_save_that_takes_long_is_told_and_so_is_the_one_before(root, reports, monkeypatch):
-    monkeypatch.setattr(checkpointer, "_SLOW_SECONDS", 0.0)
+    monkeypatch.setattr(checkpointer, "SLOW_SECONDS", 0.0)
     saver = Checkpointer(str(root), report=reports.append)
     told = threading.Event()
-    monkeypatch.setattr(saver, "_report", lambda line: (reports.append(line), told.set()))
+    monkeypatch.setattr(saver, "report", lambda line: (reports.append(line), told.set()))
     waits = lambda: told.wait(60)
     assert saver.begin_save(1, small_tree(1), {}, before_commit=waits) is None
     assert saver.begin_save(2, small_tree(2), {}).step == 1

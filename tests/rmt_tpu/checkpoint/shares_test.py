@@ -173,7 +173,7 @@ def test_blocks_are_the_shares_and_what_every_process_has_is_of_the_first(monkey
 
 @pytest.mark.parametrize("on_host", [True, False], ids=["host", "pinned_host"])
 def test_a_part_of_a_piece_is_held_alone(monkeypatch, on_host):
-    monkeypatch.setattr(checkpoint_save, "_is_host", lambda device: on_host)
+    monkeypatch.setattr(checkpoint_save, "is_host", lambda device: on_host)
     values = jax.device_put(jnp.arange(64.0).reshape(16, 4), jax.devices()[1])
     array = StoredArray("w", (32, 8), "float32", (4, 2), None)
     index, within = (slice(20, 24), slice(2, 4)), (slice(4, 8), slice(2, 4))

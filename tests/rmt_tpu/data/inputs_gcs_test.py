@@ -72,7 +72,7 @@ def test_the_store_of_a_bucket_is_that_of_a_folder(both, tmp_path):
 
 def test_text_in_a_bucket_is_read_as_a_whole_too(both, monkeypatch):
     assert corpus.documents(both[1]) == corpus.documents(both[0])
-    monkeypatch.setattr(corpus, "_MOST_REMOTE", 1000)
+    monkeypatch.setattr(corpus, "MOST_REMOTE", 1000)
     assert len(corpus.documents(both[0])) == 149
     with pytest.raises(UsageError, match="legal: at most 0 GiB, or a token store made"):
         corpus.documents(both[1])
@@ -152,7 +152,7 @@ def test_another_object_of_the_same_name_is_another_input(both, server, tmp_path
 
 @pytest.mark.parametrize("at", [0, 100_000])
 def test_an_object_that_is_replaced_while_it_is_read(server, monkeypatch, at):
-    monkeypatch.setattr(inputs, "_AHEAD", 4096)
+    monkeypatch.setattr(inputs, "AHEAD", 4096)
     content = b"".join(b'{"text": "%d"}\n' % n for n in range(10_000))
     server.replace("bucket", "in/a.jsonl", content)
     (span,) = inputs.files("gs://bucket/in/a.jsonl")
@@ -167,19 +167,19 @@ def test_an_object_that_is_replaced_while_it_is_read(server, monkeypatch, at):
 def test_an_object_that_is_replaced_behind_the_reader_is_noticed(
     both, server, tmp_path, monkeypatch
 ):
-    check = prepare._document_to_cut
+    check = prepare.document_to_cut
 
     def late(*arguments):
         server.replace("bucket", "in/b.txt", b"other text")
         return check(*arguments)
 
-    monkeypatch.setattr(prepare, "_document_to_cut", late)
+    monkeypatch.setattr(prepare, "document_to_cut", late)
     with pytest.raises(RunError, match="was edited during the command"):
         make(both[1], tmp_path / "store")
 
 
 def test_it_is_read_in_ranges_and_a_busy_service_is_asked_again(server, monkeypatch):
-    monkeypatch.setattr(inputs, "_AHEAD", 4096)
+    monkeypatch.setattr(inputs, "AHEAD", 4096)
     content = b"".join(b'{"text": "%d"}\n' % n for n in range(2000))
     server.replace("bucket", "in/a.jsonl", content)
     (span,) = inputs.files("gs://bucket/in/a.jsonl")

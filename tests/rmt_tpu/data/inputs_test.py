@@ -61,7 +61,7 @@ def test_a_store_may_have_a_comma_in_its_name(here):
 @pytest.mark.parametrize("pack", [bytes, gzip.compress, zstandard.compress])
 @pytest.mark.parametrize("kind", ["txt", "jsonl"])
 def test_a_line_that_is_too_long_is_refused_with_its_number(here, monkeypatch, kind, pack):
-    monkeypatch.setattr(corpus, "_LONGEST_LINE", 1000)
+    monkeypatch.setattr(corpus, "LONGEST_LINE", 1000)
     ending = {bytes: "", gzip.compress: ".gz", zstandard.compress: ".zst"}[pack]
     name = f"a.{kind}{ending}"
     good = json.dumps({"text": "x" * (1000 - 13)}).encode() + b"\n"
@@ -74,7 +74,7 @@ def test_a_line_that_is_too_long_is_refused_with_its_number(here, monkeypatch, k
 
 @pytest.mark.parametrize("line", [b"\n", b"lines of text\n"])
 def test_a_document_that_is_too_long_is_refused_with_its_line(here, monkeypatch, line):
-    monkeypatch.setattr(corpus, "_LONGEST_DOCUMENT", 1000)
+    monkeypatch.setattr(corpus, "LONGEST_DOCUMENT", 1000)
     first = b"one\n<|endoftext|>\n"
     (here / "a.txt.zst").write_bytes(zstandard.compress(first + line * (1000 // len(line))))
     assert documents("a.txt.zst")[0] == "one\n"
@@ -97,7 +97,7 @@ def test_little_is_unpacked_at_a_time(here):
 
 
 def test_a_reader_is_told_while_much_is_unpacked(here, monkeypatch):
-    monkeypatch.setattr(corpus, "_SIGN_OF_LIFE", 10_000)
+    monkeypatch.setattr(corpus, "SIGN_OF_LIFE", 10_000)
     (here / "a.txt.gz").write_bytes(gzip.compress(b"line\n" * 20_000))
     told = []
     list(corpus.read_span(inputs.whole_span("a.txt.gz"), told.append))
@@ -106,7 +106,7 @@ def test_a_reader_is_told_while_much_is_unpacked(here, monkeypatch):
 
 def test_a_long_line_is_passed_over_in_pieces(here, monkeypatch):
     """Where a file is divided; a piece of it that looks like a separator is none."""
-    monkeypatch.setattr(corpus, "_SKIP_BYTES", 15)
+    monkeypatch.setattr(corpus, "SKIP_BYTES", 15)
     text = "x" * 90 + "<|endoftext|>\n" + "y" * 90 + "\n<|endoftext|>\n" + "z" * 90
     (here / "a.txt").write_text(text)
     whole = inputs.whole_span("a.txt")

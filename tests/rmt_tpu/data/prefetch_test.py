@@ -103,7 +103,7 @@ def test_an_error_is_raised_in_its_place_and_stays():
 
 
 def test_closing_ends_the_threads_with_nothing_more_read(monkeypatch):
-    monkeypatch.setattr("rmt_tpu.data.prefetch._CLOSE_SECONDS", 600)
+    monkeypatch.setattr("rmt_tpu.data.prefetch.CLOSE_SECONDS", 600)
     begun, opened = [], []
 
     def read(position: int) -> int:
@@ -121,7 +121,7 @@ def test_closing_ends_the_threads_with_nothing_more_read(monkeypatch):
 
 
 def test_a_read_that_hangs_does_not_keep_a_run_from_ending(monkeypatch):
-    monkeypatch.setattr("rmt_tpu.data.prefetch._CLOSE_SECONDS", 0.1)
+    monkeypatch.setattr("rmt_tpu.data.prefetch.CLOSE_SECONDS", 0.1)
     hang, ended = threading.Event(), []
     with Prefetcher(lambda position: ended.append(hang.wait(600)), 0, 1):
         pass

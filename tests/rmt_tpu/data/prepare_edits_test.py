@@ -60,14 +60,14 @@ def refusal(kind, *arguments, **options) -> str:
 
 def stop_after(monkeypatch, parts: int, then=lambda: None):
     """Before the part with this number is begun `then` is called; ends the work if that raises."""
-    usual = part_writer.PartWriter._write
+    usual = part_writer.PartWriter.write_anew
 
     def write(self, job, attempt):
         if job.number == parts:
             then()
         return usual(self, job, attempt)
 
-    monkeypatch.setattr(part_writer.PartWriter, "_write", write)
+    monkeypatch.setattr(part_writer.PartWriter, "write_anew", write)
 
 
 class Killed(Exception):

@@ -115,7 +115,7 @@ class Killed(Exception):
 @pytest.mark.parametrize("number", [0, 1])
 def test_what_a_team_left_is_gone_on_with(source, alone, tmp_path, monkeypatch, number):
     """By another number of processes, after any of them has died."""
-    usual = part_writer.PartWriter._write
+    usual = part_writer.PartWriter.write_anew
 
     def write(self, job, attempt):
         if job.number >= 4 and job.number % 2 == number:
@@ -123,7 +123,7 @@ def test_what_a_team_left_is_gone_on_with(source, alone, tmp_path, monkeypatch, 
         return usual(self, job, attempt)
 
     with monkeypatch.context() as patch:
-        patch.setattr(part_writer.PartWriter, "_write", write)
+        patch.setattr(part_writer.PartWriter, "write_anew", write)
         ends = of_team(2, source, tmp_path / "store")
     assert all(isinstance(end, Exception) for end in ends)
     assert any(isinstance(end, Killed) for end in ends)
@@ -163,7 +163,7 @@ def test_a_team_that_does_not_agree_says_in_what(source, tmp_path):
 
 
 def test_folders_that_are_not_shared_are_told(source, tmp_path, monkeypatch):
-    monkeypatch.setattr(prepare, "_SHARED_SECONDS", 0.05)
+    monkeypatch.setattr(prepare, "SHARED_SECONDS", 0.05)
     outputs = tmp_path / "one", tmp_path / "two"
     calls = [lambda group, o=output: make(source, o, group=group) for output in outputs]
     errors = [e for e in together(calls) if isinstance(e, UsageError)]
@@ -173,7 +173,7 @@ def test_folders_that_are_not_shared_are_told(source, tmp_path, monkeypatch):
 
 def test_a_part_that_is_gone_is_told(source, tmp_path, monkeypatch):
     """As by a command that deletes the output meanwhile."""
-    monkeypatch.setattr(prepare, "_SHARED_SECONDS", 0.05)
+    monkeypatch.setattr(prepare, "SHARED_SECONDS", 0.05)
     monkeypatch.setattr(prepare, "read_part_manifest", lambda folder, number: None)
     ends = of_team(2, source, tmp_path / "store")
     errors = [e for e in ends if isinstance(e, RunError)]

@@ -258,7 +258,7 @@ class Interrupted(Exception):
 def interrupt(monkeypatch, source, output, *, after: int) -> None:
     """Ends the work in the midst of the part after so many."""
     parts = 0
-    usual = part_writer.PartWriter._write
+    usual = part_writer.PartWriter.write_anew
 
     def write(self, job, attempt):
         nonlocal parts
@@ -269,7 +269,7 @@ def interrupt(monkeypatch, source, output, *, after: int) -> None:
         return done
 
     with monkeypatch.context() as patch, pytest.raises(Interrupted):
-        patch.setattr(part_writer.PartWriter, "_write", write)
+        patch.setattr(part_writer.PartWriter, "write_anew", write)
         make(source, output)
 
 
@@ -454,7 +454,7 @@ def test_a_process_that_is_killed_ends_the_command_in_one_line(source, tmp_path)
 
 def test_two_commands_at_once_make_one_store(source, tmp_path, monkeypatch):
     """The second one does all there is to do while the first is in the midst of a part."""
-    usual, others = part_writer.PartWriter._write, []
+    usual, others = part_writer.PartWriter.write_anew, []
 
     def write(self, job, attempt):
         done = usual(self, job, attempt)
@@ -463,7 +463,7 @@ def test_two_commands_at_once_make_one_store(source, tmp_path, monkeypatch):
             others.append(make(source, tmp_path / "store"))
         return done
 
-    monkeypatch.setattr(part_writer.PartWriter, "_write", write)
+    monkeypatch.setattr(part_writer.PartWriter, "write_anew", write)
     totals = make(source, tmp_path / "store")
     assert totals._replace(kept=0) == others[1]._replace(kept=0)
     assert both(tmp_path / "store") == expected(source)

@@ -180,7 +180,7 @@ def test_bytes_that_are_no_text_are_refused(tmp_path):
 
 
 def test_a_document_that_is_too_long_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr("rmt_tpu.data.tables._LONGEST_DOCUMENT", 10)
+    monkeypatch.setattr("rmt_tpu.data.tables.LONGEST_DOCUMENT", 10)
     path = write(tmp_path / "a.parquet", ["x" * 10, "x" * 11])
     assert "a document of more than 10 characters" in refusal(path)
 
@@ -234,7 +234,7 @@ def test_files_of_any_file_system_are_found_and_read(tmp_path, memory):
 
 def test_much_remote_text_is_for_a_token_store(memory, monkeypatch):
     memory.pipe("/in/b.txt", b"text")
-    monkeypatch.setattr(corpus, "_MOST_REMOTE", 3)
+    monkeypatch.setattr(corpus, "MOST_REMOTE", 3)
     message = refusal("memory://in/b.txt")
     assert "recipes.prepare_data" in message
 
@@ -354,12 +354,12 @@ def test_a_store_of_an_address_is_that_of_a_folder(source, tmp_path, memory):
 
 def test_an_address_that_is_edited_meanwhile_is_noticed(tmp_path, memory, monkeypatch):
     memory.pipe("/in/a.txt", b"one two\n<|endoftext|>\nthree four")
-    usual = prepare._document_to_cut
+    usual = prepare.document_to_cut
 
     def late(*arguments):
         memory.pipe("/in/a.txt", b"one two\n<|endoftext|>\nthree five")
         return usual(*arguments)
 
-    monkeypatch.setattr(prepare, "_document_to_cut", late)
+    monkeypatch.setattr(prepare, "document_to_cut", late)
     with pytest.raises(inputs.RunError, match="was edited during the command"):
         make("memory://in/a.txt", tmp_path / "store", eval_fraction=0.5)

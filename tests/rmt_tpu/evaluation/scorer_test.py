@@ -93,7 +93,7 @@ def test_tokens_that_the_model_would_say_are_greedy(decoder):
 
 def test_only_what_is_asked_for_is_unembedded(decoder, monkeypatch):
     """Of few tokens at a time: 64 of 1024 logits, and as many as there are."""
-    monkeypatch.setattr("rmt_tpu.evaluation.scores._LOGITS", 64 * 257)
+    monkeypatch.setattr("rmt_tpu.evaluation.scores.LOGITS", 64 * 257)
     tokens = models.tokens(batch=12, seq=LENGTH, seed=3) % 257
     targets = np.full(tokens.shape, NONE)
     targets[::3, 5::9] = np.asarray(tokens)[::3, 5::9]

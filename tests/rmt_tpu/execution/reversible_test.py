@@ -54,7 +54,7 @@ def test_gradients_in_float64_are_those_of_the_ordinary_policy(positions):
 
 def test_a_large_residual_is_read_where_it_is_rebuilt(monkeypatch):
     """The gradients are the same; of two stacks, whose sites differ."""
-    monkeypatch.setattr(choices, "_MAX_VMEM_SHARE", 0)
+    monkeypatch.setattr(choices, "MAX_VMEM_SHARE", 0)
     reads, again = [], matrix.Store.read_again
     monkeypatch.setattr(matrix.Store, "read_again", lambda *args: reads.append(1) or again(*args))
     attention, feed_forward = models.model(positions=cfg.Rope()).stacks[0].cores

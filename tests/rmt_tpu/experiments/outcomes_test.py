@@ -247,7 +247,7 @@ def test_a_record_is_written_after_that_of_another_process(tmp_path, monkeypatch
         append(self, name, data)
 
     monkeypatch.setattr(type(folder), "append", once_free)
-    monkeypatch.setattr(records, "_WAITS", (0.0, 0.0, 0.0))
+    monkeypatch.setattr(records, "WAITS", (0.0, 0.0, 0.0))
     record = records.Record([4, 8], [3.0, 2.5], 2.5)
     records.Records(folder, "lines.jsonl", 7).add("a/seed-0", CONFIG, record)
     assert not refused

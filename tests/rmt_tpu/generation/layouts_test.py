@@ -21,15 +21,15 @@ def orders(decoder) -> list[tuple[int, ...]]:
 @pytest.fixture
 def turned(monkeypatch):
     """As on a TPU whose steps turn all matrices; what these here turn is told."""
-    found, choose = [], layouts._axis_orders
+    found, choose = [], layouts.axis_orders
 
     def other(model, tree, shapes, rows):
         found.append(choose(model, tree, shapes, rows))
         order = lambda x: (*range(x.ndim - 2), *range(x.ndim)[:-3:-1])
         return {place: order(x) for place, x in enumerate(shapes)}
 
-    monkeypatch.setattr(layouts, "_axis_orders", other)
-    monkeypatch.setattr(layouts, "_PLATFORM", "cpu")
+    monkeypatch.setattr(layouts, "axis_orders", other)
+    monkeypatch.setattr(layouts, "PLATFORM", "cpu")
     return found
 
 

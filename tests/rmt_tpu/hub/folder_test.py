@@ -82,7 +82,7 @@ def test_the_published_equations_on_its_tensors(kind, tmp_path):
 def test_out_and_in_is_the_same_bit_for_bit(kind, tmp_path, monkeypatch):
     decoder = made(model(kind, vocab_size=PADDED))
     export(decoder, ByteTokenizer(), tmp_path / "one", max_length=64)
-    monkeypatch.setattr(weights, "_SHARD", 9000)  # bytes
+    monkeypatch.setattr(weights, "SHARD_BYTES", 9000)  # bytes
     export(decoder, ByteTokenizer(), tmp_path / "shards", max_length=64)
     assert len(list((tmp_path / "shards").glob("model-0000*-of-0000*.safetensors"))) > 2
     for name in ("one", "shards"):

@@ -46,7 +46,7 @@ def parameters(decoder):
 @pytest.mark.parametrize("name", ["matrix", *later("mudd", "lstm", "hc", "blocks")])
 def test_out_and_in_is_the_same_bit_for_bit(name, tmp_path, monkeypatch):
     decoder = made(MODELS[name])
-    monkeypatch.setattr(weights, "_SHARD", 9000)  # bytes
+    monkeypatch.setattr(weights, "SHARD_BYTES", 9000)  # bytes
     folder = tmp_path / "own"
     export(decoder, ByteTokenizer(), folder, max_length=32, kind="rmt_tpu")
     assert is_hub(folder) and describe(folder).max_length == 32

@@ -69,7 +69,7 @@ def reads(monkeypatch):
 
 def small_memory(monkeypatch, count):
     """So that parameters of a small model are read in steps, and tensors in blocks."""
-    monkeypatch.setattr(weights, "_LEAST_MEMORY", count)
+    monkeypatch.setattr(weights, "LEAST_MEMORY", count)
 
 
 @pytest.mark.parametrize("mesh", [None, "expert=2,fsdp=2,tensor=2"])
@@ -254,7 +254,7 @@ jax.distributed.initialize(f"127.0.0.1:{port}", 2, int(number), **where)
 from rmt_tpu.hub import files, weights
 from rmt_tpu.hub.pieces import Piece, full
 from rmt_tpu.hub.placing import read_parameter
-weights._LEAST_MEMORY = 1
+weights.LEAST_MEMORY = 1
 tensors, reads, read = weights.Tensors(folder), [], files.LocalFile.read
 def recorded(self, begin, buffer):
     reads.append((begin, begin + len(buffer)))

@@ -122,7 +122,7 @@ def test_a_tracker_that_cannot_begin_ends_no_run(wandb, tmp_path):
 
 def test_an_upload_that_hangs_ends_no_run(wandb, tmp_path, monkeypatch):
     told, release = [], threading.Event()
-    monkeypatch.setattr(weights_and_biases, "_FINISH_SECONDS", 0.05)
+    monkeypatch.setattr(weights_and_biases, "FINISH_SECONDS", 0.05)
     init = wandb.init
 
     def hanging(**options):

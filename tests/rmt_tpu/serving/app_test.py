@@ -307,7 +307,7 @@ def test_prompts_are_scored_as_a_harness_asks_for(running):
 
 
 def test_a_line_of_each_request(running, capfd):
-    running.front._log = True
+    running.front.logs = True
     running.choices(prompt="ab", max_tokens=9, seed=1)
     running.ask({"n": 9})
     first, second = capfd.readouterr().err.splitlines()
@@ -361,14 +361,14 @@ def test_half_a_request_keeps_no_server(running, capfd):
 
 
 def test_a_request_that_does_not_come_in_time(running, monkeypatch):
-    monkeypatch.setattr(app, "_BODY_SECONDS", 0.01)
+    monkeypatch.setattr(app, "BODY_SECONDS", 0.01)
     with socket.create_connection(("127.0.0.1", running.port), SECONDS) as half:
         half.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 9\r\n\r\n{")
         assert half.recv(2000).startswith(b"HTTP/1.1 408 ")
 
 
 def test_what_should_not_be_is_told_where(running, monkeypatch, capfd):
-    monkeypatch.setattr(running.front, "_description", None)
+    monkeypatch.setattr(running.front, "description", None)
     status, told = running.ask(path="/v1/models")
     assert status == 500 and told["error"]["type"] == "server_error"
     assert "TypeError: 'NoneType' object is not callable" in capfd.readouterr().err

@@ -37,7 +37,7 @@ async def held(*sent: bytes, pause: float = 0.0) -> tuple[bytes, float]:
 
 def test_headers_that_do_not_come_are_not_waited_for(monkeypatch):
     """Nothing sent, half of them, a byte now and then, and behind a request that was answered."""
-    monkeypatch.setattr(server, "_HEADERS", 0.5)
+    monkeypatch.setattr(server, "HEADER_SECONDS", 0.5)
     whole, half = b"GET / HTTP/1.1\r\nHost: x\r\n\r\n", b"GET / HTTP/1.1\r\nHost:"
     for sent in ((), (half,), (half, b"a")):
         assert asyncio.run(held(*sent, pause=0.1))[0] == b""

@@ -63,7 +63,7 @@ def calls():
 @pytest.fixture
 def device(monkeypatch, tmp_path, calls):
     made = Device(calls)
-    monkeypatch.setattr(kernel_checks, "_platform", lambda: "tpu")
+    monkeypatch.setattr(kernel_checks, "accelerator_platform", lambda: "tpu")
     monkeypatch.setattr(kernel_checks, "calls_of", made.calls_of)
     monkeypatch.setattr(device_check, "check", made.check)
     monkeypatch.setenv(kernel_checks.VARIABLE, str(tmp_path / "cache"))
@@ -118,9 +118,9 @@ def test_a_device_is_checked_once(device, tmp_path, monkeypatch):
     device.checked.clear()
     # Another run has the decision by the record, and says it too.
     assert start(tmp_path / "two") == (first, [line]) and not device.checked
-    key = kernel_checks._key
+    key = kernel_checks.record_key
     newer = lambda *given: key(*given) | {"compiler": "newer"}
-    monkeypatch.setattr(kernel_checks, "_key", newer)
+    monkeypatch.setattr(kernel_checks, "record_key", newer)
     start(tmp_path / "three")
     assert sorted(device.checked) == sorted(CASES)
     for file in (tmp_path / "cache" / "kernels").iterdir():
@@ -137,7 +137,7 @@ def test_off_checks_nothing(device, tmp_path):
 
 def test_a_cpu_costs_nothing(device, tmp_path, monkeypatch):
     monkeypatch.undo()
-    assert jax.default_backend() == "cpu" and kernel_checks._platform() is None
+    assert jax.default_backend() == "cpu" and kernel_checks.accelerator_platform() is None
     folder = open_folder(tmp_path)
     monkeypatch.setattr(type(folder), "read", lambda *given: pytest.fail("it was read"))
     with kernel_checks.check_kernels(CONFIG, RUN, folder, pytest.fail, restart=False) as plain:
@@ -220,7 +220,7 @@ class Gpu:
 @pytest.fixture
 def gpu(monkeypatch, tmp_path):
     made = Gpu()
-    monkeypatch.setattr(kernel_checks, "_platform", lambda: "cuda")
+    monkeypatch.setattr(kernel_checks, "accelerator_platform", lambda: "cuda")
     monkeypatch.setattr(kernel_checks, "calls_of", made.calls_of)
     monkeypatch.setattr(device_check, "check", made.check)
     monkeypatch.setattr(device_check, "time_case", made.time_case)

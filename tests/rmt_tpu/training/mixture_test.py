@@ -98,7 +98,7 @@ def tokens(run, step: int) -> list[float]:
 
 
 def killed_at(patch, step: int) -> None:
-    usual = Loop._step
+    usual = Loop.take_step
 
     def run_step(self, train_step, number, batches):
         usual(self, train_step, number, batches)
@@ -106,7 +106,7 @@ def killed_at(patch, step: int) -> None:
             self.checkpoints.wait()  # a thread outlives what kills a process
             raise KeyboardInterrupt
 
-    patch.setattr(Loop, "_step", run_step)
+    patch.setattr(Loop, "take_step", run_step)
 
 
 def at_step(whole, to: Path, step: int) -> Path:

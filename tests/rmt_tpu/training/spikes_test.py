@@ -87,7 +87,7 @@ def config(tmp_path, monkeypatch):
 def with_spikes_at(monkeypatch, steps, norm=50.0):
     """Make some steps of the next runs have this gradient norm, each step only once."""
     left = set(steps)
-    watch = Loop._watch_gradient_norm
+    watch = Loop.watch_gradient_norm
 
     def watched(self, found):
         spread = Spread(math.log(found), 0.01, 60)
@@ -97,7 +97,7 @@ def with_spikes_at(monkeypatch, steps, norm=50.0):
             return watch(self, found * norm)
         return watch(self, found)
 
-    monkeypatch.setattr(Loop, "_watch_gradient_norm", watched)
+    monkeypatch.setattr(Loop, "watch_gradient_norm", watched)
 
 
 def windows_read(folder):

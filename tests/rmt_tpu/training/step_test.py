@@ -82,7 +82,7 @@ def plain_loss(z, kernel, targets, weights, multiplier, z_loss, cap=None):
 def test_loss_and_its_gradient_are_those_of_all_logits_at_once(
     held_logits, device, cap, monkeypatch
 ):
-    monkeypatch.setattr(loss_module, "_LOGITS", held_logits)
+    monkeypatch.setattr(loss_module, "LOGITS", held_logits)
     with jax.enable_x64(True):
         z, kernel, targets, weights = map(jnp.asarray, loss_arguments())
         chunked = lambda z, kernel: next_token_loss(
@@ -114,7 +114,7 @@ def test_chunks_are_equal_where_a_length_allows_it_and_few_where_not():
 
 
 def test_loss_never_holds_all_logits(monkeypatch):
-    monkeypatch.setattr(loss_module, "_LOGITS", 50)
+    monkeypatch.setattr(loss_module, "LOGITS", 50)
     z, kernel, targets, weights = (
         jnp.asarray(a, jnp.float32 if a.dtype == np.float64 else None) for a in loss_arguments()
     )
