@@ -118,6 +118,10 @@ def _compare(flags: str) -> Source:
     return Source(shown, ("cpu",), f"{command} --workdir={{folder}} {flags}", "comparison.json")
 
 
+_SHORT_RUNS = (
+    "--seeds=0,1,2 --steps=100 \\\n  --batch_size=8 --seq_len=128 --eval_every=50 \\\n"
+    "  --set=train.optimizer.warmup_fraction=0.1 --presets="
+)
 SOURCES = {
     "key_vector": _ops("key_vector"),
     "attention": _ops("attention"),
@@ -140,10 +144,12 @@ SOURCES = {
     ),
     "compare": _compare("--presets=gpt2-tiny,rmt-tiny"),
     "systems": _compare(
-        "--seeds=0,1,2 --steps=100 \\\n  --batch_size=8 --seq_len=128 --eval_every=50 \\\n"
-        "  --set=train.optimizer.warmup_fraction=0.1 --presets=gpt2-tiny,highway-tiny,\\\n"
+        f"{_SHORT_RUNS}gpt2-tiny,highway-tiny,\\\n"
         "depth-lstm-tiny,hierarchical-tiny,denseformer-tiny,hc-tiny,mhc-tiny,mhc-lite-tiny,\\\n"
         "attnres-full-tiny,attnres-tiny,rmt-tiny,rmt-denseformer-tiny,rmt-attnres-tiny"
+    ),
+    "recent_systems": _compare(
+        f"{_SHORT_RUNS}gpt2-tiny,mean-tiny,\\\ndelta-tiny,scalars-tiny,wide-tiny,mudd-tiny"
     ),
     "storage": Source(
         "python -m recipes.storage_report --folder=/tmp/scratch --gigabytes=1 --rounds=5",
@@ -186,6 +192,7 @@ TABLES = {
     "counts": Table(("counts",), layouts.counts),
     "compare": Table(("compare",), layouts.comparison),
     "systems": Table(("systems",), layouts.comparison),
+    "recent_systems": Table(("recent_systems",), layouts.comparison),
     "storage": Table(("storage",), layouts.storage),
     "calibration_agreement": Table((), layouts.calibration_agreement),
     "calibration_calls": Table((), layouts.calibration_calls),
