@@ -143,7 +143,7 @@ def residuals(*sources: Reports) -> str:
     Each source has reports of `recipes.kernel_report --step`, named `<residual>@<chip>`. The first
     residual is the standard one, called "plain". A cell has the cycles of a step divided by the
     cycles with the standard residual. It shows the best guess, and then the range over all cost
-    models.
+    models. It is "-" if a source lacks the report.
     """
     names, chips = (_distinct(part.split("@")[i] for part in sources[0]) for i in (0, 1))
     costs = [{part: of["steps"][0] for part, of in reports.items()} for reports in sources]
@@ -154,6 +154,9 @@ def residuals(*sources: Reports) -> str:
         cells = [name]
         for source in costs:
             for chip in chips:
+                if f"{name}@{chip}" not in source:
+                    cells.append("-")
+                    continue
                 this, plain = (source[f"{n}@{chip}"]["cycles_by_model"] for n in (name, names[0]))
                 ratios = [this[model] / plain[model] for model in _MODELS]
                 spread = f"{min(ratios):.2f} to {max(ratios):.2f}"
@@ -161,8 +164,8 @@ def residuals(*sources: Reports) -> str:
                 best = this[_BEST_GUESS] / plain[_BEST_GUESS]
                 cells.append(million if name == names[0] else f"**{best:.2f}** ({spread})")
         for source in costs:
-            found = (source[f"{name}@{chip}"]["temporary_bytes"] / 1e9 for chip in chips)
-            cells.append(" / ".join(f"{size:.1f}" for size in found))
+            found = (source.get(f"{name}@{chip}", {}).get("temporary_bytes") for chip in chips)
+            cells.append(" / ".join(f"{size / 1e9:.1f}" if size else "-" for size in found))
         lines.append(cells)
     return _table(lines)
 

@@ -116,6 +116,8 @@ def test_residuals_have_their_ratio_over_the_plain_one():
     assert lines[2:] == ["| plain | 200.0 million cycles | 1.0 |"] + [
         "| x | **1.10** (1.00 to 1.50) | 3.3 |"
     ]
+    with_another = residuals(reports, {"plain@v5e": report(1e8, 2e8, 4e8)}).splitlines()
+    assert with_another[3] == "| x | **1.10** (1.00 to 1.50) | - | 3.3 | - |"
 
 
 def test_what_was_transcribed_says_so():
