@@ -127,7 +127,8 @@ SOURCES = {
     "attention": _ops("attention"),
     "step_16": _steps(16),
     "step_32": _steps(32),
-    "residuals_160m": _residuals("gpt2-160m", ("v5e",)),
+    "residuals_160m": _residuals("gpt2-160m", _CHIPS),
+    "residuals_405m": _residuals("gpt2-405m", _CHIPS),
     "decode": _decode(
         _CHIPS,
         "--batch=1,32,256 \\\n  --presets=gpt2-405m,rmt-305m,rmt-attnres-305m,llama-374m,"
@@ -184,7 +185,7 @@ TABLES = {
     "ops": Table(("key_vector", "attention"), layouts.ops),
     "steps": Table(("step_16", "step_32"), layouts.steps),
     "step_parts": Table(("step_16",), layouts.step_parts),
-    "residuals": Table(("residuals_160m",), layouts.residuals),
+    "residuals": Table(("residuals_160m", "residuals_405m"), layouts.residuals),
     "decode": Table(("decode", "decode_long"), layouts.decode),
     "decode_host": Table(("decode_host",), layouts.decode_host),
     "gpu_steps": Table(("gpu_steps",), layouts.measured_steps),
