@@ -57,7 +57,7 @@ def test_files(done):
     table = (folder / "comparison.md").read_text()
     assert table in process.stdout
     head, _, *rows = table.split("\n\n")[0].splitlines()
-    columns = "preset parameters residual tokens FLOPs seconds train_loss held_out"
+    columns = "preset parameters residual tokens FLOPs seconds train_loss held-out_loss"
     assert [c.strip().replace(" ", "_") for c in head.split("|")[1:-1]] == columns.split()
     assert [row.split("|")[1].strip() for row in rows] == PRESETS
     for preset in PRESETS:  # and what differs beside the system
