@@ -71,7 +71,10 @@ TRAIN = {
     "no config": (["--config={files}/nothing.json"], ["--config=", "No such file"]),
     "not JSON": (["--config={files}/config.txt"], ["--config=", "config.txt is not JSON"]),
     "no object": (["--config={files}/list.json"], ["--config=", "list.json", "object"]),
-    "no model": (["--config={files}/empty.json"], ["--config=", "empty.json", "no model"]),
+    "no model": (
+        ["--config={files}/empty.json"],
+        ["--config=", "empty.json", "lacks required fields: model"],
+    ),
 }
 
 GENERATE = {

@@ -154,7 +154,7 @@ def test_kill_anywhere(preset, uninterrupted, tmp_path):
         until = rows() + rng.randrange(1, 12) if rng.random() < 0.5 else 0
         while rows() < until and process.poll() is None:
             time.sleep(0.001)
-        time.sleep(rng.uniform(0, 0.05 if until else 3))
+        time.sleep(rng.uniform(0, 0.05 if until else 1.5))
         process.kill()
         process.communicate()
         killed += process.returncode == -9
