@@ -54,7 +54,7 @@ def of_presets() -> dict[str, dict[tuple, np.ndarray]]:
 
 
 def decay_bounds(name: str) -> set[float | None]:
-    """Of the KDA cores of a preset."""
+    """Return the lower bounds of the log decays in the KDA cores of a preset."""
     cores = (core for stack in preset(name).stacks for core in stack.cores)
     return {core.lower_bound for core in cores if isinstance(core, cfg.Kda)}
 
