@@ -1,10 +1,7 @@
-"""Access to Pallas's Mosaic GPU backend, with named operands.
-
-The kernels use the tensor cores' `wgmma` instructions, which only GPUs of compute capability 9.0
-(H100, H200) have.
-"""
+"""Access to Pallas's Mosaic GPU backend, with named operands, and helpers for its kernels."""
 
 import inspect
+import math
 import re
 from collections.abc import Callable, Mapping
 from types import SimpleNamespace
@@ -12,9 +9,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.experimental import pallas as pl
 from jaxtyping import Array
 
-from pallas_kernels.call import declared
+from pallas_kernels.call import declared, round_up
 from pallas_kernels.target import target
 
 try:
@@ -22,25 +20,34 @@ try:
 except ImportError:
     plgpu = None
 
-# The name of the only axis of a kernel's grid.
-PROGRAMS = "programs"
+# The name of the only axis of a kernel's grid, and of the axis of a program's warpgroups.
+PROGRAMS, WARPGROUPS = "programs", "warpgroups"
+# The bytes of shared memory of a multiprocessor. Each program takes 1 KiB of them for itself.
+_SHARED_MEMORY = 228 * 1024
+
+# The slugs (short names) of GPUs by compute capability. Both kinds have a copy engine (TMA); only
+# the first has the matrix instructions `wgmma`.
+_SLUGS = {
+    "9.0": re.compile(r"nvidia_(gh200|h100|h200|h20|h800)(_|$)"),
+    "10.0": re.compile(r"nvidia_(gb200|b200)(_|$)"),
+}
 
 
-# The slugs (short names) of the GPUs with `wgmma` instructions, which have compute capability 9.0.
-_HOPPER = re.compile(r"nvidia_(gh200|h100|h200|h20|h800)(_|$)")
-
-
-def no_mosaic_gpu() -> str | None:
+def no_mosaic_gpu(*capabilities: str) -> str | None:
     """Return the reason why Mosaic GPU kernels are unavailable, or None if they are available.
 
     On a machine without a GPU, they count as available. A program that is traced there may be
-    compiled for a GPU with `wgmma` instructions.
+    compiled for a GPU that has what the kernels need.
+
+    Args:
+      capabilities: the compute capabilities for which the kernels are written: "9.0" or "10.0".
     """
     if plgpu is None:
         return "this version of jax has no Mosaic GPU backend for Pallas"
     device = target()
-    if device.platform == "cuda" and not _HOPPER.match(device.slug):
-        return f"{device.kind} (legal: a GPU of compute capability 9.0, such as an H100)"
+    if device.platform == "cuda" and not any(_SLUGS[c].match(device.slug) for c in capabilities):
+        legal = " or ".join(capabilities)
+        return f"{device.kind} (legal: a GPU of compute capability {legal}, such as an H100)"
     return None
 
 
@@ -52,6 +59,7 @@ def mosaic_gpu_call(
     scratch: Mapping[str, Any],
     *,
     programs: int,
+    warpgroups: int = 1,
     interpret: bool | Any = False,
 ) -> dict[str, Array]:
     """Run `kernel(refs)` in several programs on a GPU, and return the outputs by name.
@@ -63,7 +71,8 @@ def mosaic_gpu_call(
       inputs: maps the name of each input to its array.
       outputs: maps the name of each result to its shape and dtype.
       scratch: maps the name of each scratch buffer to its type.
-      programs: the number of programs. A program has one warpgroup, which is 128 threads.
+      programs: the number of programs.
+      warpgroups: the number of warpgroups of a program. A warpgroup is 128 threads.
       interpret: whether to run the kernel in JAX's interpreter for GPU kernels, or the
         interpreter's parameters.
     """
@@ -78,6 +87,7 @@ def mosaic_gpu_call(
         scratch_types=dict(scratch),
         grid=(programs,),
         grid_names=(PROGRAMS,),
+        **({"num_threads": warpgroups, "thread_name": WARPGROUPS} if warpgroups > 1 else {}),
         kernel_name=name,
         compiler_params=plgpu.CompilerParams(
             lowering_semantics=plgpu.LoweringSemantics.Warpgroup,
@@ -103,9 +113,60 @@ def buffer(shape: tuple[int, ...], dtype: Any, width: int = 128) -> Any:
     return plgpu.SMEM(shape, dtype, transforms=transforms)
 
 
-def load_matrix(ref: Any) -> Array:
-    """Load a matrix of 64 rows from global memory, in the layout of the results of `wgmma`."""
-    # Older versions of jax require the argument `idx`, and newer versions deprecate it.
-    required = inspect.signature(plgpu.load).parameters["idx"].default is inspect.Parameter.empty
-    index = [()] if required else []
-    return plgpu.load(ref, *index, layout=plgpu.Layout.WGMMA, optimized=False)
+def resident_programs(scratch: Mapping[str, Any]) -> int:
+    """Return how many programs with these buffers fit in a multiprocessor's shared memory at once.
+
+    A buffer takes a multiple of 1 KiB. Another 1 KiB is enough for barriers and sums.
+    """
+    buffers = (x for x in scratch.values() if not isinstance(x, plgpu.Barrier))
+    sizes = (math.prod(x.shape) * jnp.dtype(x.dtype).itemsize for x in buffers)
+    return _SHARED_MEMORY // (2048 + sum(round_up(size, 1024) for size in sizes))
+
+
+def load(ref: Any, layout: Any) -> Array:
+    """Load an array from global or shared memory, in the given layout of registers."""
+    # Older versions of jax require the argument `idx`, and newer versions deprecate or lack it.
+    idx = inspect.signature(plgpu.load).parameters.get("idx")
+    index = [()] if idx and idx.default is inspect.Parameter.empty else []
+    return plgpu.load(ref, *index, layout=layout, optimized=False)
+
+
+def each_token(
+    count: int,
+    stages: int,
+    start: Callable[[Any, Any], None],
+    body: Callable[[Any, Any, Callable[[], None], Any], Any],
+    carry: Any = None,
+) -> Any:
+    """Run `carry = body(slot, t, ahead, carry)` for each of a program's tokens.
+
+    A program processes every `programs`-th of `count` tokens, where `programs` is the number of
+    programs.
+
+    Args:
+      count: the number of tokens.
+      stages: the number of slots in shared memory. A slot holds the operands of a token.
+      start: `start(slot, t)` starts to copy the operands of token t to a slot.
+      body: the function that processes the token t in a slot. It must call `ahead()` once. This
+        starts to copy the token that is `stages - 1` iterations later.
+      carry: the initial carry.
+
+    Returns:
+      The last carry.
+    """
+    program, programs = jax.lax.axis_index(PROGRAMS), jax.lax.axis_size(PROGRAMS)
+    tokens = (count - program + programs - 1) // programs
+
+    def ahead(i):
+        @pl.when(i < tokens)
+        def _():
+            start(jax.lax.rem(i, stages), program + i * programs)
+
+    for i in range(stages - 1):
+        ahead(jnp.int32(i))
+
+    def step(i, carry):
+        slot, t = jax.lax.rem(i, stages), program + i * programs
+        return body(slot, t, lambda: ahead(i + stages - 1), carry)
+
+    return jax.lax.fori_loop(0, tokens, step, carry)

@@ -27,7 +27,8 @@ _IMPLEMENTATION = flags.DEFINE_enum(
     "auto",
     ["auto", "pallas", "xla", "mosaic_gpu"],
     "auto: the kernels that programs use on this device; pallas: all kernels; xla: plain JAX; "
-    "mosaic_gpu: like auto, but key-vector ops use Mosaic GPU kernels where they can",
+    "mosaic_gpu: like auto, but key-vector ops and depth attention use Mosaic GPU kernels where "
+    "they can",
 )
 _OUTPUT = flags.DEFINE_string("output", None, "JSON file for the results")
 _TIME = flags.DEFINE_bool(

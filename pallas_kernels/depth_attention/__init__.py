@@ -44,6 +44,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels.arguments import Norm, check_array
 from pallas_kernels.depth_attention import (
+    mosaic_gpu,
     mosaic_tpu,
     mosaic_tpu_decode,
     mosaic_tpu_matrices,
@@ -427,7 +428,11 @@ def _merge_backward(call, operands, cotangents):
 _merge.defvjp(_merge_forward, _merge_backward)
 
 _IMPLEMENTATIONS = Implementations(
-    xla, {"mosaic_tpu": mosaic_tpu, "triton": triton_gpu}, ("tpu",), name="depth_attention"
+    xla,
+    {"mosaic_tpu": mosaic_tpu, "triton": triton_gpu},
+    ("tpu",),
+    name="depth_attention",
+    on_request={"mosaic_gpu": mosaic_gpu},
 )
 _MERGE_AT = Implementations(
     xla, {"mosaic_tpu": mosaic_tpu_decode}, ("tpu",), name="depth_attention_at"
@@ -437,13 +442,14 @@ _OF_MATRICES = Implementations(
     {"mosaic_tpu": mosaic_tpu_matrices, "triton": MatricesAsVectors(triton_gpu)},
     ("tpu",),
     name="depth_attention_matrices",
+    on_request={"mosaic_gpu": MatricesAsVectors(mosaic_gpu)},
 )
 
 
 def _run(call: _DepthCall, op: str, *operands, **options):
     implementation = call.implementation
     if call.key_axis is not None:
-        if implementation in ("mosaic_tpu", "triton"):
+        if implementation in ("mosaic_tpu", "mosaic_gpu", "triton"):
             raise UnsupportedImplementation(
                 f"implementation={implementation!r} does not support this call: D is sharded over "
                 f"the mesh axis {call.key_axis!r}; use 'xla' or None"

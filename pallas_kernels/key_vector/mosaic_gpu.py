@@ -72,7 +72,7 @@ def unsupported(op: str, operands: SiteOperands | SiteBackward, *others) -> str 
     """Return a one-line reason why the kernels do not support these operands, or None."""
     whole = isinstance(operands, SiteBackward)
     site = operands.site if whole else operands
-    if why := no_mosaic_gpu():
+    if why := no_mosaic_gpu("9.0"):
         return why
     if _is_plain(op, site):
         return None

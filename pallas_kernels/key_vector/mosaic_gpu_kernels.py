@@ -8,7 +8,7 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels.call import round_up
 from pallas_kernels.key_vector.interface import LEAST_STEPS
-from pallas_kernels.mosaic_gpu import PROGRAMS, buffer, load_matrix, plgpu
+from pallas_kernels.mosaic_gpu import PROGRAMS, buffer, each_token, load, plgpu
 
 # The number of rows of a matrix instruction's result. Residuals with fewer rows are padded on chip.
 ROWS = 64
@@ -69,32 +69,6 @@ def padded_count(count: int, V: int) -> int:
 
 
 # Helpers for several kernels ------------------------------------------------------------------
-
-
-def _each_token(sizes, prefetch, body, carry=None):
-    """Run `carry = body(slot, t, ahead, carry)` for each token t, and return the last carry.
-
-    `prefetch` is a pair (stages, start). `start(slot, t)` starts to copy token t to a slot of the
-    buffers in shared memory. This function starts to copy the first tokens. `body` must call
-    `ahead()` once, which starts to copy a later token.
-    """
-    program, programs = jax.lax.axis_index(PROGRAMS), jax.lax.axis_size(PROGRAMS)
-    count = (sizes.T - program + programs - 1) // programs
-    stages, start = prefetch
-
-    def ahead(i):
-        @pl.when(i < count)
-        def _():
-            start(jax.lax.rem(i, stages), program + i * programs)
-
-    for i in range(stages - 1):
-        ahead(jnp.int32(i))
-
-    def step(i, carry):
-        slot, t = jax.lax.rem(i, stages), program + i * programs
-        return body(slot, t, lambda: ahead(i + stages - 1), carry)
-
-    return jax.lax.fori_loop(0, count, step, carry)
 
 
 def _product(a, b, *, add_to=None):
@@ -190,7 +164,7 @@ def forward_kernel(sizes, stages, epsilon, scale, ref):
         plgpu.copy_gmem_to_smem(ref.store_keys, ref.w, ref.once)
     if sizes.P:
         plgpu.copy_gmem_to_smem(ref.read_keys, ref.r, ref.once)
-        gain = load_matrix(ref.gain)
+        gain = load(ref.gain, plgpu.Layout.WGMMA)
     plgpu.commit_smem()
     plgpu.barrier_wait(ref.once)
 
@@ -219,7 +193,7 @@ def forward_kernel(sizes, stages, epsilon, scale, ref):
             plgpu.commit_smem()
             plgpu.copy_smem_to_gmem(ref.z.at[pl.ds(0, sizes.P)], ref.retrieved.at[t])
 
-    _each_token(sizes, (stages, start), token)
+    each_token(sizes.T, stages, start, token)
     plgpu.wait_smem_to_gmem(0)
 
 
@@ -369,7 +343,7 @@ def _backward_tokens(sizes, stages, rebuild, ref, dw, dr):
 
     zeros = plgpu.layout_cast(jnp.zeros((ROWS, sizes.V), jnp.float32), plgpu.Layout.WGMMA)
     carry = zeros, *statistics_of(jax.lax.axis_index(PROGRAMS))
-    d_gain, *_ = _each_token(sizes, (stages, start), token, carry)
+    d_gain, *_ = each_token(sizes.T, stages, start, token, carry)
     first = 0
     for sums in (d_gain, dw[...], dr[...]):
         columns = sums.shape[1]

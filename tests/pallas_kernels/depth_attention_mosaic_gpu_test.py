@@ -1,0 +1,216 @@
+"""The Mosaic GPU kernels of depth attention: interpreted numbers, and their code for two GPUs."""
+
+import functools
+import os
+import re
+import subprocess
+import sys
+
+import jax
+import numpy as np
+import pytest
+
+from pallas_kernels import depth_attention
+from pallas_kernels.depth_attention import mosaic_gpu
+from pallas_kernels.depth_attention.interface import PartialCotangents
+from pallas_kernels.depth_attention.matrices import MatricesAsVectors
+from pallas_kernels.mosaic_gpu import plgpu
+from pallas_kernels.platform import UnsupportedImplementation, preferring
+from pallas_kernels.shapes import ALL_SITES, ONE_SITE, Depth
+from pallas_kernels.target import lowering_for
+from rmt_tpu.estimator.tuning import parse_usage
+from tests import cuda
+from tests.closeness import assert_close
+from tests.pallas_kernels import depth_attention_battery as battery
+from tests.pallas_kernels.depth_attention_battery import Battery, Case, MergeCase
+
+EPSILON = 1e-6
+# Largest error allowed relative to the largest value; see depth_attention_gpu_test.py.
+TOLERANCE = {"float32": 2e-6, "bfloat16": 2.0**-8}
+interpreted = pytest.mark.skipif(
+    not hasattr(plgpu, "InterpretGPUParams"),
+    reason=f"jax {jax.__version__} has no interpreter of Mosaic GPU kernels",
+)
+SHARED = pytest.mark.xdist_group("depth attention kernels in Mosaic GPU")
+
+# With padding on chip and without, one warpgroup and several, groups of sites in registers.
+PRIOR = Case(2, 3, (5,), (200,), 2, "float32", prior=True)
+ADDED = Case(4, 3, (4,), (256,), 2, "bfloat16", accumulate=True)
+PLAIN = Case(3, 4, (2,), (136,), 4, "bfloat16")
+
+
+class Interpreted(Battery):
+    """The kernels run in JAX's interpreter, which fails where two threads race."""
+
+    float32 = TOLERANCE["float32"]
+
+    def near(self, got, want, case, dtype, *, of=None):
+        # Two calls round the sources' gradients twice.
+        calls = 2 if case == ADDED and dtype == case.dtype else 1
+        assert_close(got, want, calls * TOLERANCE[dtype])
+
+
+@interpreted
+@pytest.mark.slow
+@SHARED
+class TestKernels(Interpreted):
+    module = mosaic_gpu
+    cases = (PRIOR, ADDED, PLAIN)
+    alone = (PRIOR._replace(prior=False), PLAIN)
+    nothing = 1e-30
+    merges = (
+        MergeCase((7,), (200,), "layernorm", "float32"),
+        MergeCase((3,), (256,), "rmsnorm", "bfloat16"),
+    )
+
+    def test_partial_and_its_gradients(self, case, monkeypatch):
+        if case == ADDED:  # in two calls of two sites each, which add up the sources' gradients
+            monkeypatch.setattr(mosaic_gpu, "MOST_SITES", 2)
+        super().test_partial_and_its_gradients(case)
+
+
+@interpreted
+@pytest.mark.slow
+@SHARED
+class TestMatrices(Interpreted):
+    module = MatricesAsVectors(mosaic_gpu)
+    cases = (Case(2, 2, (2, 3), (16, 8), 2, "bfloat16"),)
+    alone = ()
+    merges = (MergeCase((1, 3), (16, 8), None, "float32"),)
+
+
+@interpreted
+@pytest.mark.slow
+@SHARED
+def test_an_empty_prior_has_no_weight():
+    given = Interpreted().sources(PRIOR)
+    options = ("epsilon", EPSILON), ("interpret", True)
+    mixed, log_sums = battery.partial(mosaic_gpu, options, given._replace(prior=None))
+    empty = np.full_like(mixed, np.nan), np.full_like(log_sums, -np.inf)
+    again = battery.partial(mosaic_gpu, options, given._replace(prior=empty))
+    jax.tree.map(np.testing.assert_array_equal, again, (mixed, log_sums))
+
+
+@interpreted
+@pytest.mark.slow
+@SHARED
+@pytest.mark.parametrize("accumulate", [True, False])
+def test_no_source_is_nothing(accumulate):
+    given = Interpreted().sources(Case(2, 2, (3,), (128,), 0, "float32"))
+    options = ("epsilon", EPSILON), ("interpret", True)
+    mixed, log_sums = battery.partial(mosaic_gpu, options, given)
+    np.testing.assert_array_equal(mixed, 0)
+    np.testing.assert_array_equal(log_sums, -np.inf)
+    added = np.full_like(given.sources, 3) if accumulate else None
+    scored = PartialCotangents(log_sums, np.zeros_like(log_sums), np.ones_like(mixed), added)
+    d_queries, d_sources = battery.partial_backward(mosaic_gpu, options, given, scored)
+    np.testing.assert_array_equal(d_queries, 0)
+    np.testing.assert_array_equal(d_sources, 3 if accumulate else 0)
+
+
+# Which calls it supports -------------------------------------------------------------------------
+
+
+def test_what_is_unsupported_is_said():
+    given, scored = ALL_SITES.partial((64,)), ALL_SITES.partial_cotangents((64,))
+    why = lambda **other: mosaic_gpu.unsupported("partial", given._replace(**other))
+    array = jax.ShapeDtypeStruct
+    assert why() is None
+    assert mosaic_gpu.unsupported("partial_backward", given, scored) is None
+    assert "float16" in why(sources=array((9, 64, 2048), "float16"))
+    assert "empty" in why(sources=array((9, 0, 2048), "bfloat16"))
+    assert "2044 entries" in why(sources=array((9, 64, 2044), "bfloat16"))
+    assert "32768 entries" in why(sources=array((9, 64, 32768), "bfloat16"))
+    assert "60 sources of 2048" in why(sources=array((60, 64, 2048), "bfloat16"))
+    wide = scored._replace(d_mixed=array(scored.d_mixed.shape, "float32"))
+    assert "bfloat16 and of float32" in mosaic_gpu.unsupported("partial_backward", given, wide)
+    merge, cotangents = ALL_SITES.merge_backward((64,))
+    assert mosaic_gpu.unsupported("merge", merge) is None
+    assert mosaic_gpu.unsupported("merge_backward", merge, cotangents) is None
+    wide = cotangents._replace(z=array(cotangents.z.shape, "float32"))
+    assert "float32" in mosaic_gpu.unsupported("merge_backward", merge, wide)
+
+
+@pytest.mark.parametrize("kind", ["NVIDIA H100 80GB HBM3", "NVIDIA B200", "NVIDIA A100-SXM4-40GB"])
+def test_gpus_without_the_copy_engine_are_refused(kind):
+    with lowering_for(kind):
+        why = mosaic_gpu.unsupported("partial", ALL_SITES.partial((64,)))
+    assert (why is None) == ("A100" not in kind)
+    assert why is None or (kind in why and "9.0 or 10.0" in why)
+
+
+# Which implementation runs -----------------------------------------------------------------------
+
+
+def lowered(implementation, D=64):
+    """Return whether a program for a GPU has kernels of Mosaic GPU, and whether of Triton."""
+    f = functools.partial(depth_attention, implementation=implementation)
+    array = jax.ShapeDtypeStruct
+    program = cuda.lowered(f, array((D,), "float32"), array((3, 4, D), "bfloat16"))
+    return "mosaic_gpu" in program, "triton" in program
+
+
+def test_runs_only_on_request():
+    assert lowered(None) == (False, False)
+    assert lowered("pallas") == (False, True)
+    assert lowered("mosaic_gpu") == (True, False)
+    with preferring("mosaic_gpu"):
+        assert lowered(None) == (True, False)
+        assert lowered(None, D=12) == (False, True)
+    with pytest.raises(UnsupportedImplementation, match="'mosaic_gpu' does not support.*12"):
+        lowered("mosaic_gpu", D=12)
+
+
+# Compilation -------------------------------------------------------------------------------------
+
+# A width that is padded on chip, and residual matrices of 64 x 64, whose sites take several calls.
+PADDED, MATRICES = Depth(6, 9, 1264), Depth(6, 9, 4096)
+
+
+def calls(size):
+    """Every op at this size, with the shapes of its arguments."""
+    tokens, epsilon = (8192,), {"epsilon": EPSILON}
+    given, scored = size.partial(tokens), size.partial_cotangents(tokens)
+    yield functools.partial(mosaic_gpu.partial, **epsilon), (size.partial(tokens, prior=True),)
+    backward = functools.partial(mosaic_gpu.partial_backward, **epsilon)
+    yield backward, (given, scored)
+    yield backward, (given, scored._replace(delta=None, accumulate=None))
+    options = {"norm": "layernorm", "norm_epsilon": EPSILON, **epsilon}
+    merge = size.merge_backward(tokens)
+    yield functools.partial(mosaic_gpu.merge, **options), merge[:1]
+    yield functools.partial(mosaic_gpu.merge_backward, **options), merge
+
+
+SIZES = {"one": ONE_SITE[0], "all": ALL_SITES, "padded": PADDED, "matrices": MATRICES}
+QUICK = [("matrices", "sm_90"), ("padded", "sm_100")]
+
+
+def compile_calls(size, target):
+    """Compile every op, and print what the compiler says of the kernels."""
+    for call, args in calls(SIZES[size]):
+        cuda.compiled(call, *args, target=target)
+
+
+@pytest.mark.compile
+@pytest.mark.parametrize(
+    "size, target",
+    [
+        pytest.param(size, target, marks=() if (size, target) in QUICK else pytest.mark.slow)
+        for size in SIZES
+        for target in ("sm_90", "sm_100")
+    ],
+)
+def test_compiles_without_spilling(size, target):
+    # A process compiles Mosaic GPU kernels for one kind of GPU only.
+    call = f"from {__name__} import compile_calls; compile_calls({size!r}, {target!r})"
+    program = f"import tests.conftest; {call}"
+    environment = os.environ | {"MOSAIC_GPU_DUMP_PTXAS": "1"}
+    command = [sys.executable, "-c", program]
+    run = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    text = run.stdout + run.stderr
+    assert run.returncode == 0, text[-3000:]
+    usage = parse_usage("", text)
+    names = "partial", "backward", "merge", "merge_backward"
+    assert {*usage} == {f"depth_attention_{name}_mosaic_gpu_kernel" for name in names}
+    assert not re.search("[1-9][0-9]* bytes spill", text), text[-3000:]
+    assert {*re.findall(r"for 'sm_(\w+)'", text)} == {f"{target.removeprefix('sm_')}a"}
