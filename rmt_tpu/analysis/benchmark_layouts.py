@@ -243,6 +243,29 @@ def comparison(reports: Reports) -> str:
     return compare.markdown(results)
 
 
+def moments(reports: Reports) -> str:
+    """Return a table of losses for two dtypes of the optimizer's first moment.
+
+    The argument maps each dtype to the JSON of `recipes.compare`. A difference compares two runs
+    with the same seed: the loss with the second dtype minus the loss with the first.
+    """
+    first, second = reports
+    losses = {
+        dtype: {(run["name"], run["seed"]): run["held_out_loss"] for run in runs}
+        for dtype, runs in reports.items()
+    }
+    lines = [["preset", f"loss, {first}", f"loss, {second}", "differences by seed", "mean"]]
+    for name in _distinct(name for name, _ in losses[first]):
+        seeds = [seed for other, seed in losses[first] if other == name]
+        pairs = [(losses[first][name, seed], losses[second][name, seed]) for seed in seeds]
+        differences = [after - before for before, after in pairs]
+        means = [sum(column) / len(pairs) for column in zip(*pairs, strict=True)]
+        cells = [f"{mean:.4f}" for mean in means]
+        cells.append(", ".join(f"{difference:+.4f}" for difference in differences))
+        lines.append([f"`{name}`", *cells, f"{sum(differences) / len(pairs):+.4f}"])
+    return _table(lines)
+
+
 def storage(reports: Reports) -> str:
     """Return a table of how long a save and a restore take, from `recipes.storage_report`."""
     (report,) = reports.values()

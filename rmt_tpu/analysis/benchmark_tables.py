@@ -153,6 +153,16 @@ SOURCES = {
     "recent_systems": _compare(
         f"{_SHORT_RUNS}gpt2-tiny,mean-tiny,\\\ndelta-tiny,scalars-tiny,wide-tiny,mudd-tiny"
     ),
+    "moments": Source(
+        "python -m recipes.compare --presets=gpt2-tiny,rmt-tiny --seeds=0,1,2 \\\n"
+        "  --workdir=runs/float32\n"
+        "python -m recipes.compare --presets=gpt2-tiny,rmt-tiny --seeds=0,1,2 \\\n"
+        "  --set=train.optimizer.moment_dtype=bfloat16 --workdir=runs/bfloat16",
+        ("float32", "bfloat16"),
+        "python -m recipes.compare --presets=gpt2-tiny,rmt-tiny --seeds=0,1,2 --workdir={folder} "
+        "--set=train.optimizer.moment_dtype={part}",
+        "comparison.json",
+    ),
     "storage": Source(
         "python -m recipes.storage_report --folder=/tmp/scratch --gigabytes=1 --rounds=5",
         ("local",),
@@ -195,6 +205,7 @@ TABLES = {
     "compare": Table(("compare",), layouts.comparison),
     "systems": Table(("systems",), layouts.comparison),
     "recent_systems": Table(("recent_systems",), layouts.comparison),
+    "moments": Table(("moments",), layouts.moments),
     "storage": Table(("storage",), layouts.storage),
     "calibration_agreement": Table((), layouts.calibration_agreement),
     "calibration_calls": Table((), layouts.calibration_calls),

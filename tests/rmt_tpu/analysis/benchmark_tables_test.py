@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from rmt_tpu.analysis import benchmark_tables
-from rmt_tpu.analysis.benchmark_layouts import decode, ops, residuals, storage
+from rmt_tpu.analysis.benchmark_layouts import decode, moments, ops, residuals, storage
 from rmt_tpu.analysis.benchmark_tables import SOURCES, TABLES, Pages, taken
 from rmt_tpu.runs.environment import describe
 
@@ -120,12 +120,18 @@ def test_residuals_have_their_ratio_over_the_plain_one():
     assert with_another[3] == "| x | **1.10** (1.00 to 1.50) | - | 3.3 | - |"
 
 
+def test_moments_have_the_differences_of_each_seed():
+    runs = lambda a, b: [{"name": "x", "seed": n, "held_out_loss": v} for n, v in enumerate((a, b))]
+    lines = moments({"float32": runs(1.0, 2.0), "bfloat16": runs(1.5, 1.9)}).splitlines()
+    assert lines[2:] == ["| `x` | 1.5000 | 1.7000 | +0.5000, -0.1000 | +0.2000 |"]
+
+
 def test_what_was_transcribed_says_so():
     """A file that no recipe wrote names the page and the commit that its figures are from."""
     for file in (FOLDER / "data").iterdir():
         values = json.loads(file.read_text(encoding="utf-8"))
         # The reports of some recipes have no versions.
-        without = file.name.startswith(("counts", "systems", "recent_systems"))
+        without = file.name.startswith(("counts", "systems", "recent_systems", "moments"))
         written = "versions" in values["report"] or without
         assert written != ("transcribed" in values), file.name
     lines = (FOLDER / "train_step.md").read_text(encoding="utf-8").splitlines()
