@@ -5,7 +5,7 @@ import math
 import re
 from collections.abc import Callable, Mapping
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -49,6 +49,14 @@ def no_mosaic_gpu(*capabilities: str) -> str | None:
         legal = " or ".join(capabilities)
         return f"{device.kind} (legal: a GPU of compute capability {legal}, such as an H100)"
     return None
+
+
+def matrix_instructions() -> Literal["wgmma", "tcgen05"]:
+    """Return the matrix instructions of the GPU that the program is compiled for.
+
+    If the GPU is unknown, they are those of an H100.
+    """
+    return "tcgen05" if _SLUGS["10.0"].match(target().slug) else "wgmma"
 
 
 def mosaic_gpu_call(
@@ -129,6 +137,15 @@ def load(ref: Any, layout: Any) -> Array:
     idx = inspect.signature(plgpu.load).parameters.get("idx")
     index = [()] if idx and idx.default is inspect.Parameter.empty else []
     return plgpu.load(ref, *index, layout=layout, optimized=False)
+
+
+def save(ref: Any, values: Array) -> None:
+    """Write an array to global memory, also if it does not cover whole cache lines."""
+    # Older versions of jax have no function for this, and newer ones refuse such assignments.
+    if hasattr(plgpu, "store"):
+        plgpu.store(ref, values, optimized=False)
+    else:
+        ref[...] = values
 
 
 def each_token(
