@@ -170,6 +170,27 @@ def residuals(*sources: Reports) -> str:
     return _table(lines)
 
 
+def gpu_programs(reports: Reports) -> str:
+    """Return a table of programs that were compiled for GPUs by `recipes.preflight`.
+
+    The reports are named `<program>@<GPU>`. A cell has one number per GPU, or "-" if there is no
+    report.
+    """
+    programs, gpus = (_distinct(part.split("@")[i] for part in reports) for i in (0, 1))
+    names = ", ".join(gpus)
+    lines = [["program", f"launches: {names}", f"temporary, MiB: {names}", f"all, GiB: {names}"]]
+    columns = (
+        lambda report: f"{report['launches']:,}",
+        lambda report: f"{report['memory_bytes']['temporaries'] / 2**20:,.0f}",
+        lambda report: f"{report['used_bytes'] / 2**30:.2f}",
+    )
+    for program in programs:
+        found = [reports.get(f"{program}@{gpu}") for gpu in gpus]
+        cells = (", ".join(cell(report) if report else "-" for report in found) for cell in columns)
+        lines.append([f"`{program}`", *cells])
+    return _table(lines)
+
+
 def decode(*sources: Reports) -> str:
     """Return a table of estimated decode steps.
 

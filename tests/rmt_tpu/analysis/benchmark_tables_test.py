@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from rmt_tpu.analysis import benchmark_tables
-from rmt_tpu.analysis.benchmark_layouts import decode, ops, residuals, storage
+from rmt_tpu.analysis.benchmark_layouts import decode, gpu_programs, ops, residuals, storage
 from rmt_tpu.analysis.benchmark_tables import SOURCES, TABLES, Pages, taken
 from rmt_tpu.runs.environment import describe
 
@@ -120,12 +120,21 @@ def test_residuals_have_their_ratio_over_the_plain_one():
     assert with_another[3] == "| x | **1.10** (1.00 to 1.50) | - | 3.3 | - |"
 
 
+def test_programs_for_gpus_have_a_number_for_each():
+    report = {"launches": 1234, "memory_bytes": {"temporaries": 3 * 2**20}, "used_bytes": 2**31}
+    lines = gpu_programs({"a@h100": report, "b@h100": report, "a@b200": report}).splitlines()
+    assert lines[2:] == [
+        "| `a` | 1,234, 1,234 | 3, 3 | 2.00, 2.00 |",
+        "| `b` | 1,234, - | 3, - | 2.00, - |",
+    ]
+
+
 def test_what_was_transcribed_says_so():
     """A file that no recipe wrote names the page and the commit that its figures are from."""
     for file in (FOLDER / "data").iterdir():
         values = json.loads(file.read_text(encoding="utf-8"))
         # The reports of some recipes have no versions.
-        without = file.name.startswith(("counts", "systems", "recent_systems"))
+        without = file.name.startswith(("counts", "systems", "recent_systems", "gpu_programs"))
         written = "versions" in values["report"] or without
         assert written != ("transcribed" in values), file.name
     lines = (FOLDER / "train_step.md").read_text(encoding="utf-8").splitlines()
