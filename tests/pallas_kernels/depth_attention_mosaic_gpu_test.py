@@ -3,13 +3,20 @@
 import functools
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import depth_attention
+from pallas_kernels import depth_attention, depth_attention_merge_read
 from pallas_kernels.depth_attention import mosaic_gpu
-from pallas_kernels.depth_attention.interface import PartialCotangents
+from pallas_kernels.depth_attention.interface import (
+    Merge,
+    MergeCotangents,
+    MergeRead,
+    PartialCotangents,
+)
 from pallas_kernels.depth_attention.matrices import MatricesAsVectors
+from pallas_kernels.depth_attention.merge_read_in_two import MOSAIC_GPU, XLA
 from pallas_kernels.mosaic_gpu import plgpu
 from pallas_kernels.platform import UnsupportedImplementation, preferring
 from pallas_kernels.shapes import ALL_SITES, ONE_SITE, Depth
@@ -103,6 +110,33 @@ def test_no_source_is_nothing(accumulate):
     np.testing.assert_array_equal(d_sources, 3 if accumulate else 0)
 
 
+@interpreted
+@pytest.mark.slow
+@SHARED
+@pytest.mark.parametrize("norm", ["layernorm", "rmsnorm"])
+def test_a_merge_and_a_read_equal_plain_jax(norm):
+    K, V, P, tokens = 64, 32, 8, (1, 3)
+    draw = functools.partial(battery.draw, dtype="bfloat16")
+    mixed, current = draw(0, 2, *tokens, K, V), draw(1, *tokens, K, V)
+    query = battery.draw(2, K, V) / np.float32(np.sqrt(K * V))
+    of_merge = Merge(query, mixed, battery.draw(3, *tokens), np.int32(1), current, np.bool(True))
+    keys = battery.draw(4, P, K) / np.float32(np.sqrt(K))
+    given = MergeRead(of_merge, 1 + 0.1 * battery.draw(5, K, V), keys)
+    given = jax.tree.map(jnp.asarray, given)
+    cotangents = MergeCotangents(draw(6, *tokens, P, V), mixed, current)
+    cotangents = jax.tree.map(jnp.asarray, cotangents)
+    norms = {"norm": norm, "epsilon": EPSILON}
+    more = {"norm_epsilon": EPSILON, "dtype": jnp.bfloat16}
+    want, statistics = XLA.merge_read(given, **norms, **more)
+    got, of_kernel = MOSAIC_GPU.merge_read(given, **norms, **more, interpret=True)
+    assert_close(got, want, TOLERANCE["bfloat16"])
+    assert_close(of_kernel.both, statistics.both, TOLERANCE["bfloat16"])
+    want = XLA.merge_read_backward(given, statistics, cotangents, **norms)
+    got = MOSAIC_GPU.merge_read_backward(given, statistics, cotangents, **norms, interpret=True)
+    for mine, theirs in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        assert_close(mine, theirs, TOLERANCE["bfloat16"])
+
+
 # Which calls it supports -------------------------------------------------------------------------
 
 
@@ -154,6 +188,25 @@ def test_runs_only_on_request():
         assert lowered(None, D=12) == (False, True)
     with pytest.raises(UnsupportedImplementation, match="'mosaic_gpu' does not support.*12"):
         lowered("mosaic_gpu", D=12)
+
+
+def test_a_merge_and_a_read_are_two_kernels():
+    """The op that computes both takes the kernels of the two if they support the call."""
+    array = jax.ShapeDtypeStruct
+    vector, matrix = array((2, 4, 64, 32), "bfloat16"), array((64, 32), "float32")
+    keys = array((8, 64), "float32")
+
+    def run(mixed, log_sums, current, query, gain, keys):
+        read = functools.partial(depth_attention_merge_read, implementation="mosaic_gpu")
+        return read(mixed, log_sums, 0, current, query, gain, keys)[2]
+
+    sums = array((2, 4), "float32")
+    mixed = array((3, 2, 4, 64, 32), "bfloat16")
+    program = cuda.lowered(run, mixed, sums, vector, matrix, matrix, keys)
+    assert "depth_attention_merge" in program and "key_vector_read" in program
+    with pytest.raises(UnsupportedImplementation, match="key vectors is 9"):
+        keys = array((9, 64), "float32")
+        cuda.lowered(run, mixed, sums, vector, matrix, matrix, keys)
 
 
 # Compilation -------------------------------------------------------------------------------------
