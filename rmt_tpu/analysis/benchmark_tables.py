@@ -325,7 +325,7 @@ class Pages(NamedTuple):
 
 def taken(sources: Mapping[str, Mapping[str, Any]]) -> str:
     """Return a sentence with the dates and versions of all parts of some sources."""
-    groups: dict[tuple[str, str], list[str]] = {}
+    groups: dict[tuple[str, str], list[tuple[str, str]]] = {}
     for source, stored in sources.items():
         for part, values in stored.items():
             how = values["date"]
@@ -335,15 +335,34 @@ def taken(sources: Mapping[str, Mapping[str, Any]]) -> str:
                 how += f", transcribed from {values['transcribed']}"
             versions = values["versions"]
             used = (f"{name} {versions[name]}" for name in _VERSIONS if name in versions)
-            name = f"{source} {part}" if len(sources) > 1 else part
-            groups.setdefault((how, ", ".join(used)), []).append(name)
+            groups.setdefault((how, ", ".join(used)), []).append((source, part))
     same = len({used for _, used in groups}) == 1
     *few, most = sorted(groups, key=lambda group: len(groups[group]))
-    names = [", ".join(groups[group]) for group in few] + (["all others"] if few else [])
+    names = [", ".join(_names(groups[group], sources)) for group in few]
+    names += ["all others"] if few else []
     parts = []
     for name, (how, used) in zip(names or [""], [*few, most], strict=True):
         parts.append((f"{name}: " if name else "") + (how if same else f"{how}, {used}"))
     return "; ".join(parts) + (f". {most[1]}." if same else ".")
+
+
+def _names(group: list[tuple[str, str]], sources: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """Return short names of some parts: all parts of a source on a chip have one name."""
+    names = []
+    for source, stored in sources.items():
+        prefix = f"{source} " if len(sources) > 1 else ""
+        mine = [part for name, part in group if name == source]
+        for chip in dict.fromkeys(map(_chip, mine)):
+            found = [part for part in mine if _chip(part) == chip]
+            if chip and 1 < len(found) == sum(_chip(part) == chip for part in stored):
+                names.append(f"{prefix}on {chip}")
+            else:
+                names += [prefix + part for part in found]
+    return names
+
+
+def _chip(part: str) -> str:
+    return part.partition("@")[2]
 
 
 def _short(commit: str) -> str:

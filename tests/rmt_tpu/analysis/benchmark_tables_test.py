@@ -171,6 +171,10 @@ def test_dates_commits_and_versions_are_said_once():
     assert taken({"a": {"v5e": values, "v5p": values}, "b": {"v6e": other}}) == (
         "b v6e: 2026-11-27 (aaaaaaa), jax 3; all others: 2026-11-27 (aaaaaaa), jax 1."
     )
+    parts = dict.fromkeys(("x@v5e", "y@v5e", "x@v6e"), copied) | {
+        f"{n}@v5p": values for n in "abcd"
+    }
+    assert taken({"a": parts | {"y@v6e": values}}).startswith("on v5e, x@v6e: 2026-11-27, tran")
 
 
 def test_storage_has_the_share_of_a_save_that_blocks():
