@@ -191,6 +191,31 @@ def gpu_programs(reports: Reports) -> str:
     return _table(lines)
 
 
+def gpu_traffic(reports: Reports) -> str:
+    """Return a table of the memory traffic of ops on GPUs, by `rmt_tpu.analysis.gpu_traffic`.
+
+    The reports are named after GPUs. Cells have a number per GPU, or one number if all are equal,
+    and "-" if an implementation does not support the call.
+    """
+    names = {"xla": "plain JAX", "triton": "Triton", "mosaic_gpu": "Mosaic GPU"}
+    lines = [["op", "size", "least, MB", *(f"{name}, MB" for name in names.values())]]
+    lines[0].append("launches: " + ", ".join(names.values()))
+
+    def cell(found: list[Any], number: Callable[[Any], str]) -> str:
+        texts = [number(value) if value else "-" for value in found]
+        return ", ".join(texts if len(set(texts)) > 1 else texts[:1])
+
+    megabytes = lambda value: f"{value['bytes'] / 1e6:,.0f}"
+    launches = lambda value: str(value["launches"])
+    for of_gpus in zip(*reports.values(), strict=True):
+        first = of_gpus[0]
+        cells = [first["op"].replace("_", " "), first["size"], f"{first['least'] / 1e6:,.0f}"]
+        of = {name: [row[name] for row in of_gpus] for name in names}
+        cells += [cell(found, megabytes) for found in of.values()]
+        lines.append([*cells, "; ".join(cell(found, launches) for found in of.values())])
+    return _table(lines)
+
+
 def decode(*sources: Reports) -> str:
     """Return a table of estimated decode steps.
 

@@ -199,6 +199,12 @@ SOURCES = {
         "step_times.json",
     ),
     "gpu_programs": _gpu_programs(),
+    "gpu_traffic": Source(
+        "python -m rmt_tpu.analysis.gpu_traffic h100\npython -m rmt_tpu.analysis.gpu_traffic b200",
+        ("h100", "b200"),
+        "python -m rmt_tpu.analysis.gpu_traffic {part}",
+        "",
+    ),
     "gpu_ops": Source(
         "python -m recipes.check_device --op=key_vector,depth_attention --implementation=pallas\n"
         "python -m recipes.check_device --op=key_vector,depth_attention --implementation=xla",
@@ -223,6 +229,7 @@ TABLES = {
     "decode_host": Table(("decode_host",), layouts.decode_host),
     "gpu_steps": Table(("gpu_steps",), layouts.measured_steps),
     "gpu_programs": Table(("gpu_programs",), layouts.gpu_programs),
+    "gpu_traffic": Table(("gpu_traffic",), layouts.gpu_traffic),
     "gpu_ops": Table(("gpu_ops",), layouts.measured_ops),
     "counts": Table(("counts",), layouts.counts),
     "compare": Table(("compare",), layouts.comparison),

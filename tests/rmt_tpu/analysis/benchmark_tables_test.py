@@ -9,7 +9,14 @@ from pathlib import Path
 import pytest
 
 from rmt_tpu.analysis import benchmark_tables
-from rmt_tpu.analysis.benchmark_layouts import decode, gpu_programs, ops, residuals, storage
+from rmt_tpu.analysis.benchmark_layouts import (
+    decode,
+    gpu_programs,
+    gpu_traffic,
+    ops,
+    residuals,
+    storage,
+)
 from rmt_tpu.analysis.benchmark_tables import SOURCES, TABLES, Pages, taken
 from rmt_tpu.runs.environment import describe
 
@@ -129,12 +136,24 @@ def test_programs_for_gpus_have_a_number_for_each():
     ]
 
 
+def test_traffic_of_gpus_that_agree_has_one_number():
+    moved = lambda size: {"bytes": size, "launches": 7}
+    row = {"op": "key_vector", "size": "K=1", "least": 2e6, "xla": moved(5e6)}
+    h100 = row | {"triton": moved(3e6), "mosaic_gpu": None}
+    b200 = h100 | {"xla": moved(6e6)}
+    assert gpu_traffic({"h100": [h100], "b200": [b200]}).splitlines()[2] == (
+        "| key vector | K=1 | 2 | 5, 6 | 3 | - | 7; 7; - |"
+    )
+
+
 def test_what_was_transcribed_says_so():
     """A file that no recipe wrote names the page and the commit that its figures are from."""
     for file in (FOLDER / "data").iterdir():
         values = json.loads(file.read_text(encoding="utf-8"))
         # The reports of some recipes have no versions.
-        without = file.name.startswith(("counts", "systems", "recent_systems", "gpu_programs"))
+        without = file.name.startswith(
+            ("counts", "systems", "recent_systems", "gpu_programs", "gpu_traffic")
+        )
         written = "versions" in values["report"] or without
         assert written != ("transcribed" in values), file.name
     lines = (FOLDER / "train_step.md").read_text(encoding="utf-8").splitlines()

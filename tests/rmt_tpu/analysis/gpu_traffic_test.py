@@ -1,0 +1,25 @@
+"""What ops move in programs compiled for a GPU, by kernels and by XLA's fusions."""
+
+import pytest
+
+from rmt_tpu.analysis import gpu_traffic
+from rmt_tpu.estimator import ops
+
+
+@pytest.mark.compile
+def test_a_kernel_moves_little_more_than_the_least(monkeypatch):
+    (case, *_) = ops.cases("depth_attention").values()
+    monkeypatch.setattr(ops, "OPS", {op: ops.Op(lambda: [case], {}) for op in ops.OPS})
+    first, second = gpu_traffic.rows("h100")
+    assert first["op"] == "key_vector" and second["op"] == "depth_attention"
+    for row in (first, second):
+        plain, kernel = row["xla"], row["mosaic_gpu"]
+        assert row["least"] <= kernel["bytes"] < 1.3 * row["least"] < plain["bytes"]
+        assert 0 < kernel["launches"] < plain["launches"]
+
+
+def test_an_unknown_gpu_is_refused(monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["gpu_traffic", "v5e"])
+    with pytest.raises(SystemExit, match="2"):
+        gpu_traffic.main()
+    assert "'v5e'" in capsys.readouterr().err
