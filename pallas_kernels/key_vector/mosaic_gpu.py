@@ -37,20 +37,22 @@ from pallas_kernels.key_vector.interface import (
 from pallas_kernels.key_vector.mosaic_gpu_kernels import (
     ROWS,
     Sizes,
-    backward_bytes,
     backward_kernel,
     backward_scratch,
     forward_kernel,
     forward_scratch,
 )
 from pallas_kernels.key_vector.sharded import key_sums
-from pallas_kernels.mosaic_gpu import mosaic_gpu_call, no_mosaic_gpu
+from pallas_kernels.mosaic_gpu import (
+    mosaic_gpu_call,
+    multiprocessors,
+    no_mosaic_gpu,
+    resident_programs,
+)
 from pallas_kernels.platform import UnsupportedImplementation
 
 _MOST = 64  # The maximum number of key vectors per store or read.
 _COLUMNS = (32, 64)
-# The bytes of shared memory on a multiprocessor that its two programs can use for buffers.
-_SHARED = 228 * 1024 - 2 * 1280
 
 
 class Blocks(NamedTuple):
@@ -111,18 +113,17 @@ def _name(site: SiteOperands) -> str:
 
 
 def default_blocks(sizes: Sizes, kernel: str) -> Blocks:
-    """Return launch parameters for the 132 multiprocessors of an H100, or the 148 of a B200.
+    """Return launch parameters with which all programs run at once.
 
     All programs run at once if compiled with jax 0.11.2. With jax 0.10.2, the forward kernel for
     int16 uses more registers, so a multiprocessor cannot run three of its programs.
     """
-    multiprocessors = 132 if sizes.instructions == "wgmma" else 148
     if kernel != "key_vector_backward":
-        return Blocks(min(multiprocessors * 3, sizes.T), 3)
-    # A multiprocessor has enough registers for two programs. Each can use half of its shared
-    # memory.
-    fits = backward_bytes(sizes, 3) <= _SHARED // 2
-    return Blocks(min(multiprocessors * 2, sizes.T), 3 if fits else 2)
+        return Blocks(min(multiprocessors() * 3, sizes.T), 3)
+    # A multiprocessor has enough registers for two programs.
+    resident = lambda stages: min(2, resident_programs(backward_scratch(sizes, stages)))
+    stages = 3 if resident(3) == resident(2) else 2
+    return Blocks(min(multiprocessors() * resident(stages), sizes.T), stages)
 
 
 # Calling the kernels ---------------------------------------------------------------------------

@@ -298,14 +298,6 @@ def backward_scratch(sizes, stages):
     }
 
 
-def backward_bytes(sizes, stages):
-    """Return the bytes of shared memory that a program of `backward_kernel` uses for buffers."""
-    of_a_token = 2 * ROWS + sizes.padded(sizes.R) + sizes.padded(sizes.P)
-    keys = ROWS + sizes.padded(sizes.R) + sizes.padded(sizes.P)
-    others = 3 + (sizes.instructions == "tcgen05")
-    return 2 * sizes.V * (stages * of_a_token + others * ROWS) + 2 * ROWS * keys
-
-
 def backward_kernel(sizes, stages, rebuild, ref):
     """Compute the backward pass for every token of a program.
 

@@ -38,7 +38,11 @@ def products_scratch(kind: Instructions, columns: int, **sums: int) -> dict[str,
 
 
 def product(kind: Instructions, ref: Any, a: Any, b: Any) -> Array:
-    """Return the product `a @ b` of two matrices in shared memory."""
+    """Return the product `a @ b` of two matrices in shared memory.
+
+    Writes to the operands must have been committed (`commit_smem`). With "tcgen05", the result
+    overwrites `ref.product`.
+    """
     if kind == "wgmma":
 
         def multiply(sums):
@@ -56,7 +60,8 @@ def with_sums(
 ) -> None:
     """Call `run(sums)` with accumulators for sums of products, by name.
 
-    With "tcgen05", they are not zeros at first.
+    `columns` has the number of columns of each. With "wgmma", the accumulators start at 0. With
+    "tcgen05", their contents are undefined until `add_product(..., first=True)`.
     """
     if kind == "tcgen05":
         return run({name: getattr(ref, name) for name in columns})
@@ -67,7 +72,7 @@ def with_sums(
 def add_product(kind: Instructions, ref: Any, sums: Any, a: Any, b: Any, *, first: Any) -> None:
     """Start to add the product `a @ b` to an accumulator, or to write it if `first`.
 
-    With "wgmma", `a` may be in registers.
+    With "wgmma", `a` may be in registers. Operands in shared memory must not change until `finish`.
     """
     if kind == "wgmma":
         plgpu.wgmma(sums, a, b)
@@ -76,7 +81,7 @@ def add_product(kind: Instructions, ref: Any, sums: Any, a: Any, b: Any, *, firs
 
 
 def finish(kind: Instructions, ref: Any) -> None:
-    """Wait for the products that `add_product` started, one for each accumulator."""
+    """Wait for the products that `add_product` started: exactly one for each accumulator."""
     if kind == "wgmma":
         plgpu.wgmma_wait(0)
     else:

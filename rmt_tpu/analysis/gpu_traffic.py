@@ -11,6 +11,7 @@ import argparse
 import contextlib
 import json
 import sys
+from collections.abc import Collection
 
 from rmt_tpu.estimator import ops
 from rmt_tpu.estimator.hlo import Module
@@ -22,7 +23,7 @@ IMPLEMENTATIONS = "xla", "triton", "mosaic_gpu"
 GPUS = tuple(name for name, target in DEVICES.items() if target.platform == "cuda")
 
 
-def rows(gpu: str) -> list[dict]:
+def rows(gpu: str, sizes: Collection[str] = ()) -> list[dict]:
     """Compile calls of the key-vector ops and of depth attention, and return a dict for each.
 
     The keys are the "op", its "size", the "least" bytes, and the names of implementations. The
@@ -31,6 +32,7 @@ def rows(gpu: str) -> list[dict]:
 
     Args:
       gpu: the name of a GPU, one of GPUS.
+      sizes: the names of the calls, as in `rmt_tpu.estimator.ops.cases`; () means all.
 
     Raises:
       CompilerError: the GPU compiler is not installed.
@@ -39,7 +41,7 @@ def rows(gpu: str) -> list[dict]:
     with contextlib.closing(Worker(DEVICES[gpu])) as worker:
         for op in _OPS:
             for name, case in ops.cases(op).items():
-                if case in ops.TABLE_1:
+                if case in ops.TABLE_1 or (sizes and name not in sizes):
                     continue
                 row = {"op": op, "size": name, "least": case.work("training").bytes}
                 for implementation in IMPLEMENTATIONS:

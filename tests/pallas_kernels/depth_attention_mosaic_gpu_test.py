@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels import depth_attention, depth_attention_merge_read
-from pallas_kernels.depth_attention import mosaic_gpu
+from pallas_kernels.depth_attention import mosaic_gpu, mosaic_gpu_kernels
 from pallas_kernels.depth_attention.interface import (
     Merge,
     MergeCotangents,
@@ -33,22 +33,34 @@ interpreted = pytest.mark.skipif(
     not hasattr(plgpu, "InterpretGPUParams"),
     reason=f"jax {jax.__version__} has no interpreter of Mosaic GPU kernels",
 )
+OPTIONS = ("epsilon", EPSILON), ("interpret", True)
 SHARED = pytest.mark.xdist_group("depth attention kernels in Mosaic GPU")
 
-# With padding on chip and without, one warpgroup and several, groups of sites in registers.
+# With padding on chip and without. TWICE has more sites than a call takes, and sites in groups.
 PRIOR = Case(2, 3, (5,), (200,), 2, "float32", prior=True)
-ADDED = Case(4, 3, (4,), (256,), 2, "bfloat16", accumulate=True)
-PLAIN = Case(3, 4, (2,), (136,), 4, "bfloat16")
+ADDED = Case(2, 3, (5,), (200,), 2, "bfloat16", accumulate=True)
+TWICE = Case(5, 2, (3,), (256,), 2, "float32", prior=True, accumulate=True)
+PLAIN = Case(3, 4, (5,), (136,), 4, "bfloat16")
 
 
 class Interpreted(Battery):
-    """The kernels run in JAX's interpreter, which fails where two threads race."""
+    """The kernels run in JAX's interpreter, which fails where two threads race.
+
+    A program has several tokens, as on a GPU.
+    """
+
+    @pytest.fixture(autouse=True, params=["one slot", "two slots"])
+    def two_programs(self, request, monkeypatch):
+        stages = 1 if request.param == "one slot" else 2
+        programs = lambda sizes, scratch: min(2, sizes.T)
+        monkeypatch.setattr(mosaic_gpu, "merge_programs", programs)
+        monkeypatch.setattr(mosaic_gpu, "launch", lambda *given: (programs(*given), stages))
 
     float32 = TOLERANCE["float32"]
 
     def near(self, got, want, case, dtype, *, of=None):
         # Two calls round the sources' gradients twice.
-        calls = 2 if case == ADDED and dtype == case.dtype else 1
+        calls = 2 if case == TWICE and dtype == case.dtype else 1
         assert_close(got, want, calls * TOLERANCE[dtype])
 
 
@@ -57,7 +69,7 @@ class Interpreted(Battery):
 @SHARED
 class TestKernels(Interpreted):
     module = mosaic_gpu
-    cases = (PRIOR, ADDED, PLAIN)
+    cases = (PRIOR, ADDED, TWICE, PLAIN)
     alone = (PRIOR._replace(prior=False), PLAIN)
     nothing = 1e-30
     merges = (
@@ -66,8 +78,9 @@ class TestKernels(Interpreted):
     )
 
     def test_partial_and_its_gradients(self, case, monkeypatch):
-        if case == ADDED:  # in two calls of two sites each, which add up the sources' gradients
-            monkeypatch.setattr(mosaic_gpu, "MOST_SITES", 2)
+        if case == TWICE:  # two calls add up the sources' gradients
+            monkeypatch.setattr(mosaic_gpu, "MOST_SITES", 3)
+            monkeypatch.setattr(mosaic_gpu_kernels, "REGISTERS", 4)
         super().test_partial_and_its_gradients(case)
 
 
@@ -84,12 +97,34 @@ class TestMatrices(Interpreted):
 @interpreted
 @pytest.mark.slow
 @SHARED
+def test_a_token_of_nan_leaves_the_others_alone(monkeypatch):
+    """A slot's padding stays 0."""
+    monkeypatch.setattr(mosaic_gpu, "launch", lambda sizes, scratch: (1, 1))
+    monkeypatch.setattr(mosaic_gpu, "merge_programs", lambda sizes, scratch: 1)
+    given = Interpreted().sources(PRIOR._replace(prior=False))
+    given.sources[:, 1] = np.nan
+    mixed, log_sums = battery.partial(mosaic_gpu, OPTIONS, given)
+    scored = PartialCotangents(log_sums, None, np.ones_like(mixed), None)
+    _, gradients = battery.partial_backward(mosaic_gpu, OPTIONS, given, scored)
+    query, gain = given.queries[0], np.ones(200, "float32")
+    site = np.int32(0), given.sources[0], np.bool(True), gain
+    merge = Merge(query, mixed, np.nan_to_num(log_sums[0]), *site)
+    norms = ("norm", "layernorm"), ("norm_epsilon", EPSILON)
+    cotangents = MergeCotangents(given.sources[0], mixed, given.sources[0])
+    z, got = battery.merge_both_ways(mosaic_gpu, (*OPTIONS, *norms), merge, cotangents)
+    for values in (mixed, gradients[:2], z, got.current, got.mixed[0]):
+        finite = np.isfinite(values).all(axis=-1)
+        assert not finite[..., 1].any() and np.delete(finite, 1, axis=-1).all()
+
+
+@interpreted
+@pytest.mark.slow
+@SHARED
 def test_an_empty_prior_has_no_weight():
     given = Interpreted().sources(PRIOR)
-    options = ("epsilon", EPSILON), ("interpret", True)
-    mixed, log_sums = battery.partial(mosaic_gpu, options, given._replace(prior=None))
+    mixed, log_sums = battery.partial(mosaic_gpu, OPTIONS, given._replace(prior=None))
     empty = np.full_like(mixed, np.nan), np.full_like(log_sums, -np.inf)
-    again = battery.partial(mosaic_gpu, options, given._replace(prior=empty))
+    again = battery.partial(mosaic_gpu, OPTIONS, given._replace(prior=empty))
     jax.tree.map(np.testing.assert_array_equal, again, (mixed, log_sums))
 
 
@@ -99,13 +134,12 @@ def test_an_empty_prior_has_no_weight():
 @pytest.mark.parametrize("accumulate", [True, False])
 def test_no_source_is_nothing(accumulate):
     given = Interpreted().sources(Case(2, 2, (3,), (128,), 0, "float32"))
-    options = ("epsilon", EPSILON), ("interpret", True)
-    mixed, log_sums = battery.partial(mosaic_gpu, options, given)
+    mixed, log_sums = battery.partial(mosaic_gpu, OPTIONS, given)
     np.testing.assert_array_equal(mixed, 0)
     np.testing.assert_array_equal(log_sums, -np.inf)
     added = np.full_like(given.sources, 3) if accumulate else None
     scored = PartialCotangents(log_sums, np.zeros_like(log_sums), np.ones_like(mixed), added)
-    d_queries, d_sources = battery.partial_backward(mosaic_gpu, options, given, scored)
+    d_queries, d_sources = battery.partial_backward(mosaic_gpu, OPTIONS, given, scored)
     np.testing.assert_array_equal(d_queries, 0)
     np.testing.assert_array_equal(d_sources, 3 if accumulate else 0)
 
@@ -148,6 +182,7 @@ def test_what_is_unsupported_is_said():
     assert mosaic_gpu.unsupported("partial_backward", given, scored) is None
     assert "float16" in why(sources=array((9, 64, 2048), "float16"))
     assert "empty" in why(sources=array((9, 0, 2048), "bfloat16"))
+    assert "no site" in why(queries=array((0, 2048), "float32"))
     assert "2044 entries" in why(sources=array((9, 64, 2044), "bfloat16"))
     assert "32768 entries" in why(sources=array((9, 64, 32768), "bfloat16"))
     assert "60 sources of 2048" in why(sources=array((60, 64, 2048), "bfloat16"))
@@ -237,6 +272,18 @@ def compile_calls(size, target):
     """Compile every op."""
     for call, args in calls(SIZES[size]):
         cuda.compiled(call, *args, target=target)
+
+
+@pytest.mark.compile
+def test_calls_at_the_limit_of_shared_memory_compile():
+    """The largest number of sources that is supported lowers, and one more is not supported."""
+    of = lambda N: Depth(16, N, 2048).partial((64,))
+    supports = lambda N: mosaic_gpu.unsupported("partial", of(N)) is None
+    most = max(N for N in range(20, 60) if supports(N))
+    assert 20 < most < 59 and not supports(most + 1)
+    assert "mosaic_gpu" in cuda.lowered(
+        functools.partial(mosaic_gpu.partial, epsilon=EPSILON), of(most)
+    )
 
 
 @pytest.mark.compile
