@@ -130,7 +130,7 @@ def _gpu_programs() -> Source:
     # The Mosaic GPU kernels are not written for A100.
     parts = tuple(part for part in parts if not part.endswith("mosaic_gpu@a100"))
     shown = (
-        f"{command} --preset=PRESET --topology=h100:1 {_STEP} --set=model.kernels=KERNELS\n"
+        f"{command} --preset=PRESET --topology=h100:1 {_STEP} \\\n  --set=model.kernels=KERNELS\n"
         f"{command} --preset=PRESET --topology=h100:1 {_ROWS}"
     )
     taking = f"{command} {{flags}} --topology={{chip}}:1 --json=-"
