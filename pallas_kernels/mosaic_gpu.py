@@ -5,7 +5,7 @@ import math
 import re
 from collections.abc import Callable, Mapping
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -20,10 +20,10 @@ try:
 except ImportError:
     plgpu = None
 
-# The name of the only axis of a kernel's grid, and of the axis of a program's warpgroups.
-PROGRAMS, WARPGROUPS = "programs", "warpgroups"
-# The bytes of shared memory of a multiprocessor. Each program takes 1 KiB of them for itself.
-_SHARED_MEMORY = 228 * 1024
+# The name of the only axis of a kernel's grid.
+PROGRAMS = "programs"
+# The bytes of shared memory of a multiprocessor, and those of a program for sums over threads.
+_SHARED_MEMORY, _SUMS = 228 * 1024, 512
 
 # The slugs (short names) of GPUs by compute capability. Both kinds have a copy engine (TMA); only
 # the first has the matrix instructions `wgmma`.
@@ -51,6 +51,19 @@ def no_mosaic_gpu(*capabilities: str) -> str | None:
     return None
 
 
+def matrix_instructions() -> Literal["wgmma", "tcgen05"]:
+    """Return the matrix instructions of the GPU that the program is compiled for.
+
+    If the GPU is unknown, they are those of an H100.
+    """
+    return "tcgen05" if _SLUGS["10.0"].match(target().slug) else "wgmma"
+
+
+def multiprocessors() -> int:
+    """Return the number of multiprocessors of an H100, or of a B200 if the program is for one."""
+    return 148 if matrix_instructions() == "tcgen05" else 132
+
+
 def mosaic_gpu_call(
     kernel: Callable[[SimpleNamespace], None],
     name: str,
@@ -59,7 +72,6 @@ def mosaic_gpu_call(
     scratch: Mapping[str, Any],
     *,
     programs: int,
-    warpgroups: int = 1,
     interpret: bool | Any = False,
 ) -> dict[str, Array]:
     """Run `kernel(refs)` in several programs on a GPU, and return the outputs by name.
@@ -71,8 +83,8 @@ def mosaic_gpu_call(
       inputs: maps the name of each input to its array.
       outputs: maps the name of each result to its shape and dtype.
       scratch: maps the name of each scratch buffer to its type.
-      programs: the number of programs.
-      warpgroups: the number of warpgroups of a program. A warpgroup is 128 threads.
+      programs: the number of programs. A program has one warpgroup, which is 128 threads. (With
+        more, JAX's sums over all entries would share one scratch buffer.)
       interpret: whether to run the kernel in JAX's interpreter for GPU kernels, or the
         interpreter's parameters.
     """
@@ -87,10 +99,10 @@ def mosaic_gpu_call(
         scratch_types=dict(scratch),
         grid=(programs,),
         grid_names=(PROGRAMS,),
-        **({"num_threads": warpgroups, "thread_name": WARPGROUPS} if warpgroups > 1 else {}),
         kernel_name=name,
         compiler_params=plgpu.CompilerParams(
             lowering_semantics=plgpu.LoweringSemantics.Warpgroup,
+            reduction_scratch_bytes=_SUMS,
         ),
         interpret=plgpu.InterpretGPUParams(detect_races=True) if interpret is True else interpret,
     )(*inputs.values())
@@ -98,7 +110,7 @@ def mosaic_gpu_call(
 
 
 def buffer(shape: tuple[int, ...], dtype: Any, width: int = 128) -> Any:
-    """Return the type of a buffer in shared memory that `wgmma` and the copy engine can use.
+    """Return the type of a buffer in shared memory, for matrix instructions and the copy engine.
 
     Args:
       shape: the shape. The last two axes are rows and columns; the number of rows is a multiple
@@ -116,11 +128,14 @@ def buffer(shape: tuple[int, ...], dtype: Any, width: int = 128) -> Any:
 def resident_programs(scratch: Mapping[str, Any]) -> int:
     """Return how many programs with these buffers fit in a multiprocessor's shared memory at once.
 
-    A buffer takes a multiple of 1 KiB. Another 1 KiB is enough for barriers and sums.
+    A buffer takes a multiple of 1 KiB. A program takes another 1 KiB for sums over threads,
+    barriers and gaps, and 1 KiB that belongs to the system.
     """
-    buffers = (x for x in scratch.values() if not isinstance(x, plgpu.Barrier))
+    buffers = (x for x in scratch.values() if getattr(x, "memory_space", None) == plgpu.SMEM)
     sizes = (math.prod(x.shape) * jnp.dtype(x.dtype).itemsize for x in buffers)
-    return _SHARED_MEMORY // (2048 + sum(round_up(size, 1024) for size in sizes))
+    total = sum(round_up(size, 1024) for size in sizes)
+    # With one program that takes nearly all memory, 1 KiB is not quite enough.
+    return 0 if total > _SHARED_MEMORY - 4096 else _SHARED_MEMORY // (2048 + total)
 
 
 def load(ref: Any, layout: Any) -> Array:
@@ -131,6 +146,15 @@ def load(ref: Any, layout: Any) -> Array:
     return plgpu.load(ref, *index, layout=layout, optimized=False)
 
 
+def save(ref: Any, values: Array) -> None:
+    """Write an array to global memory, also if it does not cover whole cache lines."""
+    # Older versions of jax have no function for this, and newer ones refuse such assignments.
+    if hasattr(plgpu, "store"):
+        plgpu.store(ref, values, optimized=False)
+    else:
+        ref[...] = values
+
+
 def each_token(
     count: int,
     stages: int,
@@ -138,7 +162,7 @@ def each_token(
     body: Callable[[Any, Any, Callable[[], None], Any], Any],
     carry: Any = None,
 ) -> Any:
-    """Run `carry = body(slot, t, ahead, carry)` for each of a program's tokens.
+    """Run `carry = body(slot, t, prefetch, carry)` for each of a program's tokens.
 
     A program processes every `programs`-th of `count` tokens, where `programs` is the number of
     programs.
@@ -147,8 +171,9 @@ def each_token(
       count: the number of tokens.
       stages: the number of slots in shared memory. A slot holds the operands of a token.
       start: `start(slot, t)` starts to copy the operands of token t to a slot.
-      body: the function that processes the token t in a slot. It must call `ahead()` once. This
-        starts to copy the token that is `stages - 1` iterations later.
+      body: the function that processes the token t in a slot. It must call its third argument,
+        `prefetch()`, once, before it waits for the operands of the slot. This starts to copy the
+        token that is `stages - 1` iterations later (with one stage, this token).
       carry: the initial carry.
 
     Returns:
@@ -157,16 +182,16 @@ def each_token(
     program, programs = jax.lax.axis_index(PROGRAMS), jax.lax.axis_size(PROGRAMS)
     tokens = (count - program + programs - 1) // programs
 
-    def ahead(i):
+    def fetch(i):
         @pl.when(i < tokens)
         def _():
             start(jax.lax.rem(i, stages), program + i * programs)
 
     for i in range(stages - 1):
-        ahead(jnp.int32(i))
+        fetch(jnp.int32(i))
 
     def step(i, carry):
         slot, t = jax.lax.rem(i, stages), program + i * programs
-        return body(slot, t, lambda: ahead(i + stages - 1), carry)
+        return body(slot, t, lambda: fetch(i + stages - 1), carry)
 
     return jax.lax.fori_loop(0, tokens, step, carry)

@@ -46,12 +46,12 @@ CHIPS = {
     "tpu_v5": Chip(459e12, 2765e9, 1.75e9, 2**26, 2, 128),
     "tpu_v6_lite": Chip(918e12, 1640e9, 1.75e9, 2**27, 1, 256),
     "tpu7x": Chip(1153.5e12, 3690e9, 2.2e9, 2**26, 1, 256),
-    "nvidia_a100": Chip(312e12),
+    "nvidia_a100": Chip(312e12, 2039e9),
     "nvidia_h100": Chip(989e12, 3352e9),
     "nvidia_h100_pcie": Chip(756e12),
     "nvidia_h100_nvl": Chip(835e12),
     "nvidia_h200": Chip(989e12, 4800e9),
-    "nvidia_b200": Chip(2250e12),
+    "nvidia_b200": Chip(2250e12, 7672e9),
 }
 _TPUS = {kind: device for kind, device in CHIPS.items() if device.vmem}
 # The specifications of an unknown kind of TPU: each is the largest value of all TPUs.

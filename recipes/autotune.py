@@ -43,7 +43,7 @@ _SEQ_LEN = flags.DEFINE_integer(
 _TARGET = flags.DEFINE_list(
     "target",
     None,
-    "devices to compile for, which need not be present, like v5e,v5p,v6e,tpu7x,h100,h200",
+    "devices to compile for, which need not be present, like v5e,v5p,v6e,tpu7x,h100,b200",
 )
 _DEVICE = flags.DEFINE_bool(
     "device", False, "tune for this machine's device, by timing candidates; replaces --target"

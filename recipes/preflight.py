@@ -21,7 +21,7 @@ With --num_slices, several slices are connected by the data center's network. Th
 along the mesh axis data, stage or fsdp, and the traffic between them is reported separately.
 
 The topologies v5e:AxB, v5p:AxBxC, v6e:AxB and tpu7x:AxBxC need the TPU compiler (`pip install
-'jax[tpu]'`). The topologies h100:N and h200:N need jax's CUDA plugin, and their report has memory
+'jax[tpu]'`). GPUs, such as h100:N, need jax's CUDA plugin, and their report has memory
 and collectives but no time.
 """
 

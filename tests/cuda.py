@@ -4,13 +4,18 @@
 `tests/conftest.py` and the Makefile for where it is.
 """
 
+import os
 import pathlib
 import re
+import subprocess
+import sys
 
 import jax
 import numpy as np
 from jax.experimental import topologies
 from jax.sharding import NamedSharding, PartitionSpec
+
+from rmt_tpu.estimator.tuning import Usage, parse_usage
 
 # Compute capability and, from the vendor's tables: SMs, shared memory a block may ask for, bytes of
 # second-level cache, bytes per second.
@@ -55,6 +60,30 @@ def compiled(function, *args, target: str, **options) -> jax.stages.Compiled:
     args = jax.tree.map(place, args)
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
         return jax.jit(function).lower(*args).compile(compiler_options=options)
+
+
+def usage(call: str, target: str) -> dict[str, Usage]:
+    """What ptxas says of the Mosaic GPU kernels that `call` compiles, by name.
+
+    `call` is "module:function(arguments)". It runs in a process of its own, because a process
+    compiles such kernels for one kind of GPU only.
+    """
+    module, _, expression = call.partition(":")
+    program = f"import tests.conftest, {module} as module; module.{expression}"
+    run = subprocess.run(
+        [sys.executable, "-c", program],
+        env=os.environ | {"MOSAIC_GPU_DUMP_PTXAS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    text = run.stdout + run.stderr
+    assert run.returncode == 0, text[-3000:]
+    # The code uses instructions that only this generation of GPUs has ("a").
+    assert {*re.findall(r"entry function '\w+' for '(sm_\w+)'", text)} == {f"{target}a"}
+    assert not re.search("[1-9][0-9]* bytes spill", text), text[-3000:]
+    found = parse_usage("", text)
+    return {re.sub("_mosaic_gpu_kernel$|_kernel$", "", name): use for name, use in found.items()}
 
 
 def ptx(function, *args, target: str, folder: pathlib.Path) -> str:

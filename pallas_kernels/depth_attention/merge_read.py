@@ -15,7 +15,7 @@ from pallas_kernels.arguments import Norm, check_array, check_epsilon, check_nor
 from pallas_kernels.depth_attention import mosaic_tpu_merge_read
 from pallas_kernels.depth_attention.checks import check_mixed
 from pallas_kernels.depth_attention.interface import Merge, MergeCotangents, MergeRead
-from pallas_kernels.depth_attention.merge_read_in_two import XLA
+from pallas_kernels.depth_attention.merge_read_in_two import MOSAIC_GPU, XLA
 from pallas_kernels.platform import Implementation, Implementations, reverse_mode
 
 
@@ -128,7 +128,12 @@ def _backward(call, saved, cotangents):
 
 _merge_read.defvjp(_forward, _backward)
 
-# No GPU kernel computes both the merge and the read, so "triton" uses plain JAX.
+# No GPU kernel computes both the merge and the read. "mosaic_gpu" uses a kernel for each, and
+# "triton" uses plain JAX.
 _IMPLEMENTATIONS = Implementations(
-    XLA, {"mosaic_tpu": mosaic_tpu_merge_read, "triton": XLA}, ("tpu",), name="merge_read"
+    XLA,
+    {"mosaic_tpu": mosaic_tpu_merge_read, "triton": XLA},
+    ("tpu",),
+    name="merge_read",
+    on_request={"mosaic_gpu": MOSAIC_GPU},
 )

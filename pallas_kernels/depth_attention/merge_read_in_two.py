@@ -5,9 +5,10 @@ from typing import Any
 from jaxtyping import Array, DTypeLike, Float
 
 from pallas_kernels.arguments import Norm
-from pallas_kernels.depth_attention import xla
+from pallas_kernels.depth_attention import mosaic_gpu, xla
 from pallas_kernels.depth_attention.interface import MergeCotangents, MergeGradients, MergeRead
 from pallas_kernels.depth_attention.matrices import MatricesAsVectors
+from pallas_kernels.key_vector import mosaic_gpu as key_vector_mosaic_gpu
 from pallas_kernels.key_vector import xla as key_vector
 from pallas_kernels.key_vector.interface import SiteBackward, SiteOperands, Statistics
 
@@ -71,4 +72,17 @@ class SeparateMergeRead:
         return False
 
 
+class SeparateKernels(SeparateMergeRead):
+    """The same with kernels, which support only some calls."""
+
+    def unsupported(self, op: str, *operands: Any) -> str | None:
+        """Return why one of the kernels does not support the call; None if both do."""
+        merge, *parameters = operands[0]
+        site = SiteOperands(merge.current, None, None, *parameters)
+        return self._merges.unsupported("merge", merge) or self._key_vector.unsupported(
+            "forward", site
+        )
+
+
 XLA = SeparateMergeRead(MatricesAsVectors(xla), key_vector)
+MOSAIC_GPU = SeparateKernels(MatricesAsVectors(mosaic_gpu), key_vector_mosaic_gpu)

@@ -1,9 +1,10 @@
 """GPU kernels of depth attention, in Pallas Mosaic GPU, for compute capabilities 9.0 and 10.0.
 
-A program processes a sequence of tokens, one at a time. Its warpgroups divide the sites between
-them. The copy engine fetches a token's vectors to shared memory and writes the results. Each vector
-therefore moves between global memory and the chip once. The costs for S sites, T tokens and N
-active sources of D entries are:
+A program is one warpgroup. It processes a sequence of tokens, one at a time. The copy engine
+fetches a token's vectors to shared memory and writes the results. Each vector therefore moves
+between global memory and the chip once. With more than MOST_SITES sites, or if the vectors of all
+sites do not fit in shared memory, the kernel runs several times, and each run reads all sources.
+The costs for S sites, T tokens and N active sources of D entries are:
 
     op                FLOPs                elements moved to or from memory
     partial           (4 S + 2) N T D      (N + S) T D
@@ -46,9 +47,13 @@ from pallas_kernels.depth_attention.mosaic_gpu_kernels import (
     partial_backward_kernel,
     partial_kernel,
     partial_scratch,
-    warpgroups,
 )
-from pallas_kernels.mosaic_gpu import mosaic_gpu_call, no_mosaic_gpu, resident_programs
+from pallas_kernels.mosaic_gpu import (
+    mosaic_gpu_call,
+    multiprocessors,
+    no_mosaic_gpu,
+    resident_programs,
+)
 
 _DTYPES = (jnp.bfloat16, jnp.float32)
 # The maximum number of sites of a call. The kernels' code grows with the number of sites.
@@ -57,8 +62,6 @@ MOST_SITES = 16
 _MOST_ROWS = 256
 # The number of tokens whose vectors a program of `merge` keeps at a time.
 _MERGE_STAGES = 3
-# An H100 has 132 multiprocessors, and a B200 has 148.
-_MULTIPROCESSORS = 148
 
 
 def unsupported(op: str, operands: Partial | Merge, *others) -> str | None:
@@ -75,11 +78,15 @@ def unsupported(op: str, operands: Partial | Merge, *others) -> str | None:
     for array in (x for x in arrays if x is not None):
         if array.dtype != first.dtype:
             return f"arrays of {first.dtype} and of {array.dtype}"
-    if 0 in first.shape:
-        return f"an array of shape {first.shape} is empty"
+    if 0 in first.shape or (isinstance(operands, Partial) and 0 in operands.queries.shape):
+        return f"an array of shape {first.shape} is empty, or there is no site"
     sizes = Sizes(1, 1, 1, first.shape[-1], 0.0)
     if sizes.columns * first.dtype.itemsize % 16 or sizes.rows > _MOST_ROWS:
-        return f"sources of {sizes.D} entries (legal: multiples of 64 up to {64 * _MOST_ROWS})"
+        least = 16 // first.dtype.itemsize
+        return (
+            f"sources of {sizes.D} entries (legal: multiples of {least} up to {_MOST_ROWS} times "
+            "their greatest common divisor with 64)"
+        )
     if isinstance(operands, Merge):
         scratch = backward_merge_scratch(sizes._replace(norm="rmsnorm"), _MERGE_STAGES, first.dtype)
         if not resident_programs(scratch):
@@ -105,26 +112,25 @@ def _sites(op: str, operands: Partial, *others) -> int:
     N, T, D = operands.sources.shape
     S = operands.queries.shape[0]
     for calls in range(pl.cdiv(S, MOST_SITES), S + 1):
-        each = pl.cdiv(S, calls)
+        each, of_call = pl.cdiv(S, calls), others
         if calls > 1:
             # The later calls add to the gradients of the earlier ones.
-            others = [c._replace(accumulate=operands.sources) for c in others]
-        scratch = _scratch(op, Sizes(N, each, T, D, 0.0), 1, operands, *others)
+            of_call = [c._replace(accumulate=operands.sources) for c in others]
+        scratch = _scratch(op, Sizes(N, each, T, D, 0.0), 1, operands, *of_call)
         if resident_programs(scratch):
             return each
     return 0
 
 
-def _launch(sizes: Sizes, scratch_of: Callable[[int], dict[str, Any]]) -> tuple[int, int]:
+def launch(sizes: Sizes, scratch_of: Callable[[int], dict[str, Any]]) -> tuple[int, int]:
     """Return the number of programs, and the number of tokens whose vectors a program keeps.
 
-    Warpgroups that share a multiprocessor hide each other's waits. The registers suffice for four
-    warpgroups of 128 registers a thread. If there is memory left, a program fetches its next token
-    early.
+    Programs that share a multiprocessor hide each other's waits. Its registers suffice for four. If
+    there is memory left, a program fetches its next token early.
     """
-    programs = min(4 // warpgroups(sizes), resident_programs(scratch_of(1)))
+    programs = min(4, resident_programs(scratch_of(1)))
     stages = 2 if resident_programs(scratch_of(2)) >= programs else 1
-    return min(sizes.T, programs * _MULTIPROCESSORS), stages
+    return min(sizes.T, programs * multiprocessors()), stages
 
 
 # The ops: the calls of the kernels --------------------------------------------------------------
@@ -163,7 +169,7 @@ def _partial(operands, epsilon, interpret):
     if prior is not None:
         inputs |= {"prior_mixed": _rows(sizes, prior[0]), "prior_log_sums": _float32(prior[1])}
     scratch = functools.partial(_scratch, "partial", sizes, operands=operands)
-    programs, stages = _launch(sizes, scratch)
+    programs, stages = launch(sizes, scratch)
     out = mosaic_gpu_call(
         functools.partial(partial_kernel, sizes, stages),
         "depth_attention_partial",
@@ -174,7 +180,6 @@ def _partial(operands, epsilon, interpret):
         },
         scratch(stages),
         programs=programs,
-        warpgroups=warpgroups(sizes),
         interpret=interpret,
     )
     return out["mixed"].reshape(sizes.S, sizes.T, sizes.D), out["log_sums"]
@@ -220,7 +225,7 @@ def _partial_backward(operands, cotangents, epsilon, interpret):
     inputs |= {} if delta is None else {"delta": _float32(delta)}
     inputs |= {} if accumulate is None else {"accumulate": _rows(sizes, accumulate)}
     scratch = lambda stages: _scratch("partial_backward", sizes, stages, operands, cotangents)
-    programs, stages = _launch(sizes, scratch)
+    programs, stages = launch(sizes, scratch)
     out = mosaic_gpu_call(
         functools.partial(partial_backward_kernel, sizes, stages),
         "depth_attention_backward",
@@ -231,7 +236,6 @@ def _partial_backward(operands, cotangents, epsilon, interpret):
         },
         scratch(stages),
         programs=programs,
-        warpgroups=warpgroups(sizes),
         interpret=interpret,
     )
     return _summed(sizes, out["d_queries"]), out["d_sources"].reshape(sources.shape)
@@ -258,7 +262,7 @@ def merge(
         _merge_inputs(sizes, operands),
         {"z": _vectors(sizes, current.dtype, sizes.T)},
         scratch,
-        programs=_merge_programs(sizes, scratch),
+        programs=merge_programs(sizes, scratch),
         interpret=interpret,
     )
     return out["z"].reshape(current.shape)
@@ -282,7 +286,7 @@ def merge_backward(
     current = operands.current
     sizes = Sizes(1, 1, *current.shape, float(epsilon), norm, float(norm_epsilon))
     scratch = backward_merge_scratch(sizes, _MERGE_STAGES, current.dtype)
-    programs = _merge_programs(sizes, scratch)
+    programs = merge_programs(sizes, scratch)
     vectors = _vectors(sizes, current.dtype, sizes.T)
     sums = jax.ShapeDtypeStruct((programs, *sizes.shape), jnp.float32)
     out = mosaic_gpu_call(
@@ -311,8 +315,9 @@ def merge_backward(
     )
 
 
-def _merge_programs(sizes, scratch):
-    return min(sizes.T, _MULTIPROCESSORS * max(1, min(4, resident_programs(scratch))))
+def merge_programs(sizes: Sizes, scratch: dict[str, Any]) -> int:
+    """Return the number of programs of a merge: at most four for each multiprocessor."""
+    return min(sizes.T, multiprocessors() * min(4, resident_programs(scratch)))
 
 
 def _merge_inputs(sizes, operands):

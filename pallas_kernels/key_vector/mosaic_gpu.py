@@ -1,18 +1,17 @@
-"""GPU kernels of the key-vector ops, in Pallas Mosaic GPU, for compute capability 9.0.
+"""GPU kernels of the key-vector ops, in Pallas Mosaic GPU, for compute capabilities 9.0 and 10.0.
 
 A program is one warpgroup. It processes a sequence of tokens, one at a time. Meanwhile the copy
 engine fetches the next tokens to shared memory and writes the previous token's results. A residual
-is read from memory once and written once. All products run on tensor cores (`wgmma`), with operands
-in the data's dtype, bfloat16, and sums in float32. The costs for T tokens, apart from the
-statistics, are:
+is read from memory once and written once. All products run on tensor cores, with operands in the
+data's dtype, bfloat16, and sums in float32. The costs for T tokens, apart from the statistics, are:
 
     pass       FLOPs               elements moved to or from memory
     forward    2 T (R + P) K V     T (2 K V + R V + P V)
     backward   4 T (R + P) K V     T (3 K V + 2 R V + P V), and T K V more to rebuild the residual
 
-The backward pass sums parameter gradients in each program's registers, and then sums over programs
-in a fixed order. It uses no atomics, so results are bitwise reproducible. The backward passes of a
-store alone and of a read alone are plain JAX.
+The backward pass sums parameter gradients on chip in each program, and then sums over programs in a
+fixed order. It uses no atomics, so results are bitwise reproducible. The backward passes of a store
+alone and of a read alone are plain JAX.
 
 A matrix instruction has 64 rows, so residuals of K < 64 rows are padded with zeros on chip.
 """
@@ -38,21 +37,22 @@ from pallas_kernels.key_vector.interface import (
 from pallas_kernels.key_vector.mosaic_gpu_kernels import (
     ROWS,
     Sizes,
-    backward_bytes,
     backward_kernel,
     backward_scratch,
     forward_kernel,
     forward_scratch,
-    padded_count,
 )
 from pallas_kernels.key_vector.sharded import key_sums
-from pallas_kernels.mosaic_gpu import mosaic_gpu_call, no_mosaic_gpu
+from pallas_kernels.mosaic_gpu import (
+    mosaic_gpu_call,
+    multiprocessors,
+    no_mosaic_gpu,
+    resident_programs,
+)
 from pallas_kernels.platform import UnsupportedImplementation
 
 _MOST = 64  # The maximum number of key vectors per store or read.
 _COLUMNS = (32, 64)
-# The bytes of shared memory on a multiprocessor that its two programs can use for buffers.
-_SHARED = 228 * 1024 - 2 * 1280
 
 
 class Blocks(NamedTuple):
@@ -72,7 +72,7 @@ def unsupported(op: str, operands: SiteOperands | SiteBackward, *others) -> str 
     """Return a one-line reason why the kernels do not support these operands, or None."""
     whole = isinstance(operands, SiteBackward)
     site = operands.site if whole else operands
-    if why := no_mosaic_gpu("9.0"):
+    if why := no_mosaic_gpu("9.0", "10.0"):
         return why
     if _is_plain(op, site):
         return None
@@ -113,17 +113,17 @@ def _name(site: SiteOperands) -> str:
 
 
 def default_blocks(sizes: Sizes, kernel: str) -> Blocks:
-    """Return launch parameters for the 132 multiprocessors of an H100.
+    """Return launch parameters with which all programs run at once.
 
     All programs run at once if compiled with jax 0.11.2. With jax 0.10.2, the forward kernel for
     int16 uses more registers, so a multiprocessor cannot run three of its programs.
     """
     if kernel != "key_vector_backward":
-        return Blocks(min(132 * 3, sizes.T), 3)
-    # A multiprocessor has enough registers for two programs. Each can use half of its shared
-    # memory.
-    fits = backward_bytes(sizes, 3) <= _SHARED // 2
-    return Blocks(min(132 * 2, sizes.T), 3 if fits else 2)
+        return Blocks(min(multiprocessors() * 3, sizes.T), 3)
+    # A multiprocessor has enough registers for two programs.
+    resident = lambda stages: min(2, resident_programs(backward_scratch(sizes, stages)))
+    stages = 3 if resident(3) == resident(2) else 2
+    return Blocks(min(multiprocessors() * resident(stages), sizes.T), stages)
 
 
 # Calling the kernels ---------------------------------------------------------------------------
@@ -163,7 +163,7 @@ def forward(
     inputs = {"residual": residual.reshape(T, K, V)}
     outputs = {}
     if site.stores:
-        keys = _padded(store_keys, padded_count(R, V), jnp.bfloat16)
+        keys = _padded(store_keys, sizes.padded(R), jnp.bfloat16)
         inputs |= {"store_keys": keys, "data": data.reshape(T, R, V)}
         outputs["stored"] = jax.ShapeDtypeStruct((T, K, V), residual.dtype)
     if site.reads:
@@ -217,7 +217,7 @@ def backward(
         "store_keys": _padded(store_keys, ROWS, jnp.bfloat16),
         "data": data.reshape(T, R, V),
         "gain": _gain(gain),
-        "read_keys": _padded(read_keys, padded_count(P, V), jnp.bfloat16),
+        "read_keys": _padded(read_keys, sizes.padded(P), jnp.bfloat16),
         "d_retrieved": d_retrieved.reshape(T, P, V),
     }
     if means is not None:
@@ -225,10 +225,11 @@ def backward(
         inputs |= {"mean_a": means.a.reshape(T)} if norm == "layernorm" else {}
     blocks = blocks or default_blocks(sizes, "key_vector_backward")
     programs = min(blocks.programs, T)
+    dw, dr = sizes.sums["dw"], sizes.sums["dr"]
     outputs = {
         "d_residual": jax.ShapeDtypeStruct((T, K, V), d_residual.dtype),
         "d_data": jax.ShapeDtypeStruct((T, R, V), data.dtype),
-        "sums": jax.ShapeDtypeStruct((programs, ROWS, V + R + P), jnp.float32),
+        "sums": jax.ShapeDtypeStruct((programs, ROWS, V + dw + dr), jnp.float32),
     }
     if rebuild:
         outputs["rebuilt"] = jax.ShapeDtypeStruct((T, K, V), residual.dtype)
@@ -242,16 +243,16 @@ def backward(
         interpret=interpret,
     )
     d_gain, d_store_keys, d_read_keys = jnp.split(
-        jnp.sum(out["sums"], axis=0)[:K], [V, V + R], axis=1
+        jnp.sum(out["sums"], axis=0)[:K], [V, V + dw], axis=1
     )
     rebuilt = out["rebuilt"].reshape(residual.shape) if rebuild else None
     options = {"norm": norm, "fraction_bits": fraction_bits, "interpret": interpret}
     return Gradients(
         residual=out["d_residual"].reshape(d_residual.shape),
         data=out["d_data"].reshape(data.shape),
-        store_keys=d_store_keys.T,
+        store_keys=d_store_keys.T[:R],
         gain=d_gain,
-        read_keys=d_read_keys.T,
+        read_keys=d_read_keys.T[:P],
         rebuilt=rebuilt,
         retrieved=None if again is None else _reread(rebuilt, again, **options),
     )

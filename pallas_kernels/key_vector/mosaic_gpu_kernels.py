@@ -1,5 +1,6 @@
 """Bodies of the Mosaic GPU kernels of the key-vector ops; `mosaic_gpu` describes the algorithm."""
 
+import functools
 from typing import NamedTuple
 
 import jax
@@ -8,10 +9,26 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels.call import round_up
 from pallas_kernels.key_vector.interface import LEAST_STEPS
-from pallas_kernels.mosaic_gpu import PROGRAMS, buffer, each_token, load, plgpu
+from pallas_kernels.key_vector.mosaic_gpu_products import (
+    ROWS,
+    Instructions,
+    add_product,
+    finish,
+    product,
+    products_scratch,
+    total_of,
+    with_sums,
+)
+from pallas_kernels.mosaic_gpu import (
+    PROGRAMS,
+    buffer,
+    each_token,
+    load,
+    matrix_instructions,
+    plgpu,
+    save,
+)
 
-# The number of rows of a matrix instruction's result. Residuals with fewer rows are padded on chip.
-ROWS = 64
 _LARGEST = 2**15 - 1
 
 
@@ -30,12 +47,14 @@ class Sizes(NamedTuple):
     residual: jnp.dtype
     norm: str
     fraction_bits: int
+    instructions: Instructions = "wgmma"
 
     @classmethod
     def of(cls, site, norm, fraction_bits):
         """Return the static parameters of a call with the operands of `site`."""
         R, P = (0 if keys is None else keys.shape[0] for keys in (site.store_keys, site.read_keys))
-        return cls(*site.residual.shape, R, P, jnp.dtype(site.residual.dtype), norm, fraction_bits)
+        dtype, kind = jnp.dtype(site.residual.dtype), matrix_instructions()
+        return cls(*site.residual.shape, R, P, dtype, norm, fraction_bits, kind)
 
     @property
     def T(self) -> int:
@@ -47,39 +66,51 @@ class Sizes(NamedTuple):
         """The integer that an int16 residual stores for the value 1."""
         return 2.0**self.fraction_bits
 
+    @property
+    def width(self) -> int:
+        """The width in bytes of the tiles of a product's operands.
 
-def width_of(count: int, V: int) -> int:
-    """Return the width in bytes of the operands' tiles, for a product over `count` vectors.
+        It is at most the 2 V bytes of a row. The `tcgen05` instructions process half of the V
+        columns of a result at a time, so that there it is at most half of that.
+        """
+        return min(128, 2 * self.V) if self.instructions == "wgmma" else self.V
 
-    The width is 32, 64 or 128 bytes, and at most the 2 V bytes of a row. A product must sum over a
-    multiple of `width / 2` vectors. The result is the largest width for which `count` is such a
-    multiple. If there is none, it is the largest width.
-    """
-    widths = [width for width in (128, 64, 32) if width <= 2 * V]
-    return next((width for width in widths if count % (width // 2) == 0), widths[0])
+    def width_of(self, count: int) -> int:
+        """Return the width in bytes of the operands' tiles, for a product over `count` vectors.
 
+        The width is 32, 64 or 128 bytes. A product must sum over a multiple of `width / 2` vectors.
+        The result is the largest width up to `self.width` for which `count` is such a multiple. If
+        there is none, it is the largest width.
+        """
+        if self.instructions == "tcgen05":
+            return self.width
+        widths = [width for width in (128, 64, 32) if width <= self.width]
+        return next((width for width in widths if count % (width // 2) == 0), widths[0])
 
-def padded_count(count: int, V: int) -> int:
-    """Return the number of vectors that a product sums over, including zeros as padding.
+    def padded(self, count: int) -> int:
+        """Return the number of vectors that a product sums over, including zeros as padding.
 
-    The number is `count` if a product can sum over `count` vectors. Otherwise it is ROWS, because a
-    kernel can clear only buffers of ROWS rows.
-    """
-    return count if count % (width_of(count, V) // 2) == 0 else ROWS
+        The number is `count` if a product can sum over `count` vectors. Otherwise it is ROWS,
+        because a kernel can clear only buffers of ROWS rows. With `tcgen05` it is always ROWS,
+        because the vectors are also the columns of sums, which must be as wide as two tiles.
+        """
+        if self.instructions == "tcgen05":
+            return ROWS
+        return count if count % (self.width_of(count) // 2) == 0 else ROWS
+
+    @property
+    def sums(self) -> dict[str, int]:
+        """The number of columns of the sums for the gradients of the store and the read keys."""
+        if self.instructions == "tcgen05":
+            return {"dw": ROWS, "dr": ROWS}
+        return {"dw": self.R, "dr": self.P}
 
 
 # Helpers for several kernels ------------------------------------------------------------------
 
 
-def _product(a, b, *, add_to=None):
-    """Return the product `a @ b` in float32 of two matrices in shared memory."""
-    shape = a.shape[0], b.shape[1]
-
-    def multiply(sums):
-        plgpu.wgmma(sums, a, b)
-        return sums[...]
-
-    return pl.run_scoped(multiply, plgpu.ACC(shape, jnp.float32))
+def _product(sizes, ref, a, b):
+    return product(sizes.instructions, ref, a, b)
 
 
 def _total(values):
@@ -129,9 +160,9 @@ def _steps(sizes, written):
 
 def forward_scratch(sizes, stages):
     """Return the scratch buffers of `forward_kernel`."""
-    bf16, width = jnp.bfloat16, width_of(sizes.R, sizes.V)
-    R, P = padded_count(sizes.R, sizes.V), round_up(sizes.P, ROWS)
-    scratch = {
+    bf16, width = jnp.bfloat16, sizes.width_of(sizes.R)
+    R, P = sizes.padded(sizes.R), round_up(sizes.P, ROWS)
+    scratch = products_scratch(sizes.instructions, sizes.V) | {
         "x": buffer((stages, ROWS, sizes.V), sizes.residual),
         "ready": plgpu.Barrier(num_arrivals=1 + bool(sizes.R), num_barriers=stages),
         "once": plgpu.Barrier(num_arrivals=bool(sizes.R) + bool(sizes.P)),
@@ -143,8 +174,8 @@ def forward_scratch(sizes, stages):
         }
     if sizes.P:
         scratch |= {
-            "r": buffer((P, ROWS), bf16, min(128, 2 * sizes.V)),
-            "scaled": buffer((ROWS, sizes.V), bf16),
+            "r": buffer((P, ROWS), bf16, sizes.width),
+            "scaled": buffer((ROWS, sizes.V), bf16, sizes.width),
             "z": buffer((P, sizes.V), bf16),
         }
     return scratch
@@ -189,7 +220,7 @@ def forward_kernel(sizes, stages, epsilon, scale, ref):
         if sizes.R:
             plgpu.copy_smem_to_gmem(ref.x.at[slot, pl.ds(0, sizes.K)], ref.stored.at[t])
         if sizes.P:
-            ref.z[...] = _product(ref.r, ref.scaled).astype(jnp.bfloat16)
+            ref.z[...] = _product(sizes, ref, ref.r, ref.scaled).astype(jnp.bfloat16)
             plgpu.commit_smem()
             plgpu.copy_smem_to_gmem(ref.z.at[pl.ds(0, sizes.P)], ref.retrieved.at[t])
 
@@ -202,7 +233,7 @@ def _stored(sizes, ref, slot):
     x = ref.x[slot]
     if not sizes.R:
         return x, None
-    written = _product(ref.w.T, ref.y.at[slot])
+    written = _product(sizes, ref, ref.w.T, ref.y.at[slot])
     if x.dtype != jnp.int16:
         return (x.astype(jnp.float32) + written).astype(x.dtype), None
     total = x.astype(jnp.int32) + _steps(sizes, written)
@@ -245,16 +276,19 @@ def _write_statistics(sizes, ref, t, mean, rstd):
 def backward_scratch(sizes, stages):
     """Return the scratch buffers of `backward_kernel`."""
     bf16, V = jnp.bfloat16, sizes.V
-    R, P = padded_count(sizes.R, V), padded_count(sizes.P, V)
-    of_R, of_P = width_of(sizes.R, V), width_of(sizes.P, V)
-    return {
+    R, P = sizes.padded(sizes.R), sizes.padded(sizes.P)
+    of_R, of_P = sizes.width_of(sizes.R), sizes.width_of(sizes.P)
+    scratch = products_scratch(sizes.instructions, V, **sizes.sums)
+    if sizes.instructions == "tcgen05":
+        scratch["scaled"] = buffer((ROWS, V), bf16, sizes.width)
+    return scratch | {
         "x": buffer((stages, ROWS, V), sizes.residual),
-        "dx": buffer((stages, ROWS, V), bf16),
+        "dx": buffer((stages, ROWS, V), bf16, sizes.width),
         "y": buffer((stages, R, V), bf16, of_R),
         "dz": buffer((stages, P, V), bf16, of_P),
         # The store keys are kept twice. `w` is padded to ROWS keys, for the data's cotangent.
         # `few_w` has less padding, and is used to undo the store.
-        "w": buffer((ROWS, ROWS), bf16, min(128, 2 * V)),
+        "w": buffer((ROWS, ROWS), bf16, sizes.width),
         "few_w": buffer((R, ROWS), bf16, of_R),
         "r": buffer((P, ROWS), bf16, of_P),
         "gains": buffer((ROWS, V), jnp.float32),
@@ -262,13 +296,6 @@ def backward_scratch(sizes, stages):
         "ready": plgpu.Barrier(num_arrivals=4, num_barriers=stages),
         "once": plgpu.Barrier(num_arrivals=4),
     }
-
-
-def backward_bytes(sizes, stages):
-    """Return the bytes of shared memory that a program of `backward_kernel` uses for buffers."""
-    of_a_token = 2 * ROWS + padded_count(sizes.R, sizes.V) + padded_count(sizes.P, sizes.V)
-    keys = ROWS + padded_count(sizes.R, sizes.V) + padded_count(sizes.P, sizes.V)
-    return 2 * sizes.V * (stages * of_a_token + 3 * ROWS) + 2 * ROWS * keys
 
 
 def backward_kernel(sizes, stages, rebuild, ref):
@@ -289,14 +316,14 @@ def backward_kernel(sizes, stages, rebuild, ref):
     plgpu.copy_gmem_to_smem(ref.gain, ref.gains, ref.once)
     plgpu.commit_smem()
     plgpu.barrier_wait(ref.once)
-    pl.run_scoped(
-        lambda dw, dr: _backward_tokens(sizes, stages, rebuild, ref, dw, dr),
-        plgpu.ACC((ROWS, sizes.R), jnp.float32),
-        plgpu.ACC((ROWS, sizes.P), jnp.float32),
-    )
+    run = functools.partial(_backward_tokens, sizes, stages, rebuild, ref)
+    with_sums(sizes.instructions, ref, run, **sizes.sums)
 
 
-def _backward_tokens(sizes, stages, rebuild, ref, dw, dr):
+def _backward_tokens(sizes, stages, rebuild, ref, sums):
+    kind = sizes.instructions
+    columns = {name: pl.ds(0, count) for name, count in sizes.sums.items()}
+
     def start(slot, t):
         ready = ref.ready.at[slot]
         _copy_rows(ref.stored.at[t], ref.x.at[slot], sizes.K, ready)
@@ -314,13 +341,19 @@ def _backward_tokens(sizes, stages, rebuild, ref, dw, dr):
         x = ref.x[slot]
         n = _inside(sizes, (_values(sizes, x) - mean) * rstd)
         if rebuild:
-            ref.x[slot] = _undone(sizes, x, _product(ref.few_w.T, ref.y.at[slot]))
-        d_scaled = _product(ref.r.T, ref.dz.at[slot])
+            ref.x[slot] = _undone(sizes, x, _product(sizes, ref, ref.few_w.T, ref.y.at[slot]))
+        d_scaled = _product(sizes, ref, ref.r.T, ref.dz.at[slot])
         d_gain = d_gain + d_scaled * n
         gain = ref.gains[...]
         a = d_scaled * gain
         scaled = (n * gain).astype(jnp.bfloat16)
-        plgpu.wgmma(dr, scaled, ref.dz.at[slot, pl.ds(0, sizes.P)].T)
+        first = t < jax.lax.axis_size(PROGRAMS)
+        if kind == "wgmma":
+            add_product(
+                kind, ref, sums["dr"], scaled, ref.dz.at[slot, columns["dr"]].T, first=first
+            )
+        else:
+            ref.scaled[...] = scaled
         dx = ref.dx[slot].astype(jnp.float32) + rstd * _through_norm(sizes, ref, t, a, n)
         dx = _inside(sizes, dx).astype(jnp.bfloat16)
         ref.dx[slot] = dx
@@ -328,9 +361,13 @@ def _backward_tokens(sizes, stages, rebuild, ref, dw, dr):
         plgpu.copy_smem_to_gmem(ref.dx.at[slot, pl.ds(0, sizes.K)], ref.d_residual.at[t])
         if rebuild:
             plgpu.copy_smem_to_gmem(ref.x.at[slot, pl.ds(0, sizes.K)], ref.rebuilt.at[t])
-        plgpu.wgmma(dw, dx, ref.y.at[slot, pl.ds(0, sizes.R)].T)
-        dy = _product(ref.w, ref.dx.at[slot])
-        plgpu.wgmma_wait(0)
+        if kind == "tcgen05":
+            # These instructions read both operands from shared memory.
+            add_product(kind, ref, sums["dr"], ref.scaled, ref.dz.at[slot].T, first=first)
+            dx = ref.dx.at[slot]
+        add_product(kind, ref, sums["dw"], dx, ref.y.at[slot, columns["dw"]].T, first=first)
+        dy = _product(sizes, ref, ref.w, ref.dx.at[slot])
+        finish(kind, ref)
         ref.dy[...] = dy.astype(jnp.bfloat16)
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(ref.dy.at[pl.ds(0, sizes.R)], ref.d_data.at[t])
@@ -345,10 +382,9 @@ def _backward_tokens(sizes, stages, rebuild, ref, dw, dr):
     carry = zeros, *statistics_of(jax.lax.axis_index(PROGRAMS))
     d_gain, *_ = each_token(sizes.T, stages, start, token, carry)
     first = 0
-    for sums in (d_gain, dw[...], dr[...]):
-        columns = sums.shape[1]
-        target = ref.sums.at[jax.lax.axis_index(PROGRAMS), :, pl.ds(first, columns)]
-        target[...] = sums
+    for total in (d_gain, *(total_of(kind, sums[name]) for name in sizes.sums)):
+        columns = total.shape[1]
+        save(ref.sums.at[jax.lax.axis_index(PROGRAMS), :, pl.ds(first, columns)], total)
         first += columns
     plgpu.wait_smem_to_gmem(0)
 

@@ -170,6 +170,52 @@ def residuals(*sources: Reports) -> str:
     return _table(lines)
 
 
+def gpu_programs(reports: Reports) -> str:
+    """Return a table of programs that were compiled for GPUs by `recipes.preflight`.
+
+    The reports are named `<program>@<GPU>`. A cell has one number per GPU, or "-" if there is no
+    report.
+    """
+    programs, gpus = (_distinct(part.split("@")[i] for part in reports) for i in (0, 1))
+    names = ", ".join(gpus)
+    lines = [["program", f"launches: {names}", f"temporary, MiB: {names}", f"all, GiB: {names}"]]
+    columns = (
+        lambda report: f"{report['launches']:,}",
+        lambda report: f"{report['memory_bytes']['temporaries'] / 2**20:,.0f}",
+        lambda report: f"{report['used_bytes'] / 2**30:.2f}",
+    )
+    for program in programs:
+        found = [reports.get(f"{program}@{gpu}") for gpu in gpus]
+        cells = (", ".join(cell(report) if report else "-" for report in found) for cell in columns)
+        lines.append([f"`{program}`", *cells])
+    return _table(lines)
+
+
+def gpu_traffic(reports: Reports) -> str:
+    """Return a table of the memory traffic of ops on GPUs, by `rmt_tpu.analysis.gpu_traffic`.
+
+    The reports are named after GPUs. Cells have a number per GPU, or one number if all are equal,
+    and "-" if an implementation does not support the call.
+    """
+    names = {"xla": "plain JAX", "triton": "Triton", "mosaic_gpu": "Mosaic GPU"}
+    lines = [["op", "size", "least, MB", *(f"{name}, MB" for name in names.values())]]
+    lines[0].append("launches: " + ", ".join(names.values()))
+
+    def cell(found: list[Any], number: Callable[[Any], str]) -> str:
+        texts = [number(value) if value else "-" for value in found]
+        return ", ".join(texts if len(set(texts)) > 1 else texts[:1])
+
+    megabytes = lambda value: f"{value['bytes'] / 1e6:,.0f}"
+    launches = lambda value: str(value["launches"])
+    for of_gpus in zip(*reports.values(), strict=True):
+        first = of_gpus[0]
+        cells = [first["op"].replace("_", " "), first["size"], f"{first['least'] / 1e6:,.0f}"]
+        of = {name: [row[name] for row in of_gpus] for name in names}
+        cells += [cell(found, megabytes) for found in of.values()]
+        lines.append([*cells, "; ".join(cell(found, launches) for found in of.values())])
+    return _table(lines)
+
+
 def decode(*sources: Reports) -> str:
     """Return a table of estimated decode steps.
 

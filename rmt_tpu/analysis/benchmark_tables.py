@@ -46,6 +46,7 @@ class Source(NamedTuple):
       output: the name of the JSON file in `{folder}`; "" if the command prints the JSON.
       flags: the flags that replace `{flags}` in `taking`. The keys of this dict are the texts
         before "@" in the names of parts.
+      kept: the names of the JSON values to store; () stores all.
     """
 
     command: str
@@ -53,6 +54,7 @@ class Source(NamedTuple):
     taking: str
     output: str
     flags: Mapping[str, str] = {}
+    kept: tuple[str, ...] = ()
 
 
 class Table(NamedTuple):
@@ -105,6 +107,35 @@ def _residuals(preset: str, chips: tuple[str, ...], without: tuple[str, ...] = (
     taking = f"{command}{{chip}} {{flags}} --output={{folder}}"
     shown = f"{command}{','.join(chips)} FLAGS"
     return Source(shown, parts, taking, "step_cost.json", _RESIDUALS)
+
+
+# The programs of the table for GPUs, with the flags that select each: train steps of 16 sequences,
+# and decode steps of 32 rows.
+_GPUS = "a100", "h100", "b200"
+_GPU_PRESETS = "gpt2-405m", "llama-374m", "rmt-305m", "attnres-528m", "rmt-attnres-305m"
+_GPU_KERNELS = {"triton": "pallas", "mosaic_gpu": "mosaic_gpu"}
+_STEP, _ROWS = "--batch_size=16 --seq_len=512", "--prompt=512 --decode=32"
+_GPU_PROGRAMS = {preset: f"--preset={preset} {_STEP}" for preset in _GPU_PRESETS}
+_GPU_PROGRAMS |= {
+    f"{preset}-{name}": f"--preset={preset} {_STEP} --set=model.kernels={kernels}"
+    for preset in _GPU_PRESETS[2:]
+    for name, kernels in _GPU_KERNELS.items()
+}
+_GPU_PROGRAMS |= {f"{preset}-decode": f"--preset={preset} {_ROWS}" for preset in _GPU_PRESETS[:4]}
+
+
+def _gpu_programs() -> Source:
+    command = "python -m recipes.preflight"
+    parts = (f"{name}@{gpu}" for name in _GPU_PROGRAMS for gpu in _GPUS)
+    # The Mosaic GPU kernels are not written for A100.
+    parts = tuple(part for part in parts if not part.endswith("mosaic_gpu@a100"))
+    shown = (
+        f"{command} --preset=PRESET --topology=h100:1 {_STEP} \\\n  --set=model.kernels=KERNELS\n"
+        f"{command} --preset=PRESET --topology=h100:1 {_ROWS}"
+    )
+    taking = f"{command} {{flags}} --topology={{chip}}:1 --json=-"
+    kept = "attention", "fits", "used_bytes", "memory_bytes", "launches"
+    return Source(shown, parts, taking, "", _GPU_PROGRAMS, kept)
 
 
 def _decode(targets: tuple[str, ...], flags: str) -> Source:
@@ -177,6 +208,13 @@ SOURCES = {
         "prenorm-528m,attnres-528m,rmt-attnres-305m --output={folder}",
         "step_times.json",
     ),
+    "gpu_programs": _gpu_programs(),
+    "gpu_traffic": Source(
+        "python -m rmt_tpu.analysis.gpu_traffic h100\npython -m rmt_tpu.analysis.gpu_traffic b200",
+        ("h100", "b200"),
+        "python -m rmt_tpu.analysis.gpu_traffic {part}",
+        "",
+    ),
     "gpu_ops": Source(
         "python -m recipes.check_device --op=key_vector,depth_attention --implementation=pallas\n"
         "python -m recipes.check_device --op=key_vector,depth_attention --implementation=xla",
@@ -200,6 +238,8 @@ TABLES = {
     "decode": Table(("decode", "decode_long"), layouts.decode),
     "decode_host": Table(("decode_host",), layouts.decode_host),
     "gpu_steps": Table(("gpu_steps",), layouts.measured_steps),
+    "gpu_programs": Table(("gpu_programs",), layouts.gpu_programs),
+    "gpu_traffic": Table(("gpu_traffic",), layouts.gpu_traffic),
     "gpu_ops": Table(("gpu_ops",), layouts.measured_ops),
     "counts": Table(("counts",), layouts.counts),
     "compare": Table(("compare",), layouts.comparison),
@@ -288,13 +328,14 @@ class Pages(NamedTuple):
             command = [sys.executable, *words[1:]]
             done = subprocess.run(command, check=True, text=True, stdout=subprocess.PIPE)
             text = (Path(folder) / of.output).read_text() if of.output else done.stdout
+        report = json.loads(text)
         shown = [word.format(**names) for word in parsed if "{folder}" not in word]
         values = {
             "command": shlex.join(shown),
             "date": environment["time"][:10],
             "commit": environment["git_commit"],
             "versions": environment["versions"] | versions(),
-            "report": json.loads(text),
+            "report": {key: report[key] for key in of.kept} if of.kept else report,
         }
         self.file(source, part).parent.mkdir(exist_ok=True)
         self.file(source, part).write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
@@ -302,7 +343,7 @@ class Pages(NamedTuple):
 
 def taken(sources: Mapping[str, Mapping[str, Any]]) -> str:
     """Return a sentence with the dates and versions of all parts of some sources."""
-    groups: dict[tuple[str, str], list[str]] = {}
+    groups: dict[tuple[str, str], list[tuple[str, str]]] = {}
     for source, stored in sources.items():
         for part, values in stored.items():
             how = values["date"]
@@ -312,15 +353,34 @@ def taken(sources: Mapping[str, Mapping[str, Any]]) -> str:
                 how += f", transcribed from {values['transcribed']}"
             versions = values["versions"]
             used = (f"{name} {versions[name]}" for name in _VERSIONS if name in versions)
-            name = f"{source} {part}" if len(sources) > 1 else part
-            groups.setdefault((how, ", ".join(used)), []).append(name)
+            groups.setdefault((how, ", ".join(used)), []).append((source, part))
     same = len({used for _, used in groups}) == 1
     *few, most = sorted(groups, key=lambda group: len(groups[group]))
-    names = [", ".join(groups[group]) for group in few] + (["all others"] if few else [])
+    names = [", ".join(_names(groups[group], sources)) for group in few]
+    names += ["all others"] if few else []
     parts = []
     for name, (how, used) in zip(names or [""], [*few, most], strict=True):
         parts.append((f"{name}: " if name else "") + (how if same else f"{how}, {used}"))
     return "; ".join(parts) + (f". {most[1]}." if same else ".")
+
+
+def _names(group: list[tuple[str, str]], sources: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """Return short names of some parts: all parts of a source on a chip have one name."""
+    names = []
+    for source, stored in sources.items():
+        prefix = f"{source} " if len(sources) > 1 else ""
+        mine = [part for name, part in group if name == source]
+        for chip in dict.fromkeys(map(_chip, mine)):
+            found = [part for part in mine if _chip(part) == chip]
+            if chip and 1 < len(found) == sum(_chip(part) == chip for part in stored):
+                names.append(f"{prefix}on {chip}")
+            else:
+                names += [prefix + part for part in found]
+    return names
+
+
+def _chip(part: str) -> str:
+    return part.partition("@")[2]
 
 
 def _short(commit: str) -> str:

@@ -114,9 +114,9 @@ class ModelConfig(Checked):
       kernels: how operations are computed on TPUs and GPUs. "auto" uses kernels on a TPU. On a GPU
         it uses cuDNN's attention, the kernel of grouped matrix products, and the kernels in a table
         of measured times. "xla" is plain JAX. "pallas" uses all kernels. "mosaic_gpu" is like
-        "auto", but key-vector operations and depth attention always use kernels. Where possible
-        these are written in Pallas's Mosaic GPU, for compute capability 9.0 and, for depth
-        attention, also for 10.0. Elsewhere they are the same as with "pallas".
+        "auto", but key-vector operations and depth attention always use kernels. On GPUs of
+        compute capability 9.0 and 10.0 these are written in Pallas's Mosaic GPU where possible.
+        Elsewhere they are the same as with "pallas".
     """
 
     stacks: tuple[Stack, ...]

@@ -9,7 +9,7 @@ import dataclasses
 import math
 import os
 import re
-from typing import Any
+from typing import Any, NamedTuple
 
 from pallas_kernels.target import chip_of
 
@@ -138,11 +138,38 @@ def _tpu(name: str, topology: str, accelerator_type: str, kind: str, **others: A
     )  # fmt: skip
 
 
-def _gpu(name: str, kind: str, hbm: int) -> Target:
-    """Return the target for a GPU of the Hopper generation."""
+class _Generation(NamedTuple):
+    """What all GPUs of a compute capability have in common, as the vendor publishes it.
+
+    Attributes:
+      multiprocessors: the number of multiprocessors.
+      clock: their boost clock in Hz.
+      block_memory, shared_memory: the bytes of shared memory of a block, and of a multiprocessor.
+      cache: the bytes of the second-level cache.
+      links: the total bandwidth of a GPU's links in one direction, in bytes/s.
+    """
+
+    multiprocessors: int
+    clock: float
+    block_memory: int
+    shared_memory: int
+    cache: int
+    links: float
+
+
+_GENERATIONS = {
+    "8.0": _Generation(108, 1.41e9, 166912, 167936, 40 * _MIB, 300e9),
+    "9.0": _Generation(132, 1.755e9, 232448, 233472, 50 * _MIB, 450e9),
+    "10.0": _Generation(148, 1.965e9, 232448, 233472, 126 * _MIB, 900e9),
+}
+
+
+def _gpu(name: str, kind: str, capability: str, hbm: int) -> Target:
+    """Return the target for a GPU of a known compute capability."""
+    of = _GENERATIONS[capability]
     return Target(
-        name, f"{name}:1", "9.0", 132, 1.755e9, chip_of(kind).bandwidth, 0, None,
-        hbm=hbm, interconnect=450e9, max_chips=8, platform="cuda", kind=kind,
+        name, f"{name}:1", capability, of.multiprocessors, of.clock, chip_of(kind).bandwidth, 0,
+        None, hbm=hbm, interconnect=of.links, max_chips=8, platform="cuda", kind=kind,
     )  # fmt: skip
 
 
@@ -178,8 +205,10 @@ DEVICES = TARGETS | {
             hbm=97024 * _MIB, interconnect=300e9, max_chips=9216, dcn=50e9 / 8, grouped=0.43,
             assumed="the matrix units of v6e, at the clock that gives the published peak",
         ),
-        _gpu("h100", "NVIDIA H100 80GB HBM3", 80 * 10**9),
-        _gpu("h200", "NVIDIA H200", 141 * 10**9),
+        _gpu("a100", "NVIDIA A100-SXM4-80GB", "8.0", 80 * 10**9),
+        _gpu("h100", "NVIDIA H100 80GB HBM3", "9.0", 80 * 10**9),
+        _gpu("h200", "NVIDIA H200", "9.0", 141 * 10**9),
+        _gpu("b200", "NVIDIA B200", "10.0", 180 * 10**9),
     )
 }  # fmt: skip
 # Maps names to the TPUs that reports accept; by default, reports use TARGETS.
@@ -217,24 +246,27 @@ def parse_topology(text: str, slices: int = 1) -> Target:
 
 _LEGAL = (
     "v5e:AxB and v6e:AxB (A and B even, like v5e:4x4, up to 16x16; or 1x1), v5p:AxBxC and "
-    "tpu7x:AxBxC (A and B even, like v5p:4x4x8; or 1x1x1), h100:N and h200:N (N up to 8)"
+    "tpu7x:AxBxC (A and B even, like v5p:4x4x8; or 1x1x1), a100:N, h100:N, h200:N and b200:N "
+    "(N up to 8)"
 )
 
 
 def _cuda_options(target: Target) -> dict[str, Any]:
     """Return options that describe a GPU to XLA. The values are those that the vendor publishes."""
     major, minor = target.accelerator_type.split(".")
+    of = _GENERATIONS[target.accelerator_type]
+    feature = "feature_extension: ACCELERATED_FEATURES" if int(major) >= 9 else ""
     config = f"""
 gpu_device_info {{
   threads_per_block_limit: 1024  threads_per_warp: 32  threads_per_core_limit: 2048
-  shared_memory_per_block: 49152  shared_memory_per_block_optin: 232448
-  shared_memory_per_core: 233472  core_count: {target.cores}  fpus_per_core: 128
+  shared_memory_per_block: 49152  shared_memory_per_block_optin: {of.block_memory}
+  shared_memory_per_core: {of.shared_memory}  core_count: {target.cores}  fpus_per_core: 128
   block_dim_limit_x: 2147483647  block_dim_limit_y: 65535  block_dim_limit_z: 65535
-  memory_bandwidth: {int(target.bandwidth)}  l2_cache_size: 52428800
+  memory_bandwidth: {int(target.bandwidth)}  l2_cache_size: {of.cache}
   clock_rate_ghz: {target.clock / 1e9}  device_memory_size: {target.hbm}
   registers_per_core_limit: 65536  registers_per_block_limit: 65536
   cuda_compute_capability {{
-    major: {major} minor: {minor} feature_extension: ACCELERATED_FEATURES
+    major: {major} minor: {minor} {feature}
   }}
 }}
 platform_name: "CUDA"

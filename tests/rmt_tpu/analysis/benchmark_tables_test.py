@@ -9,7 +9,15 @@ from pathlib import Path
 import pytest
 
 from rmt_tpu.analysis import benchmark_tables
-from rmt_tpu.analysis.benchmark_layouts import decode, moments, ops, residuals, storage
+from rmt_tpu.analysis.benchmark_layouts import (
+    decode,
+    gpu_programs,
+    gpu_traffic,
+    moments,
+    ops,
+    residuals,
+    storage,
+)
 from rmt_tpu.analysis.benchmark_tables import SOURCES, TABLES, Pages, taken
 from rmt_tpu.runs.environment import describe
 
@@ -126,12 +134,33 @@ def test_moments_have_the_differences_of_each_seed():
     assert lines[2:] == ["| `x` | 1.5000 | 1.7000 | +0.5000, -0.1000 | +0.2000 |"]
 
 
+def test_programs_for_gpus_have_a_number_for_each():
+    report = {"launches": 1234, "memory_bytes": {"temporaries": 3 * 2**20}, "used_bytes": 2**31}
+    lines = gpu_programs({"a@h100": report, "b@h100": report, "a@b200": report}).splitlines()
+    assert lines[2:] == [
+        "| `a` | 1,234, 1,234 | 3, 3 | 2.00, 2.00 |",
+        "| `b` | 1,234, - | 3, - | 2.00, - |",
+    ]
+
+
+def test_traffic_of_gpus_that_agree_has_one_number():
+    moved = lambda size: {"bytes": size, "launches": 7}
+    row = {"op": "key_vector", "size": "K=1", "least": 2e6, "xla": moved(5e6)}
+    h100 = row | {"triton": moved(3e6), "mosaic_gpu": None}
+    b200 = h100 | {"xla": moved(6e6)}
+    assert gpu_traffic({"h100": [h100], "b200": [b200]}).splitlines()[2] == (
+        "| key vector | K=1 | 2 | 5, 6 | 3 | - | 7; 7; - |"
+    )
+
+
 def test_what_was_transcribed_says_so():
     """A file that no recipe wrote names the page and the commit that its figures are from."""
     for file in (FOLDER / "data").iterdir():
         values = json.loads(file.read_text(encoding="utf-8"))
         # The reports of some recipes have no versions.
-        without = file.name.startswith(("counts", "systems", "recent_systems", "moments"))
+        without = file.name.startswith(
+            ("counts", "systems", "recent_systems", "gpu_programs", "gpu_traffic", "moments")
+        )
         written = "versions" in values["report"] or without
         assert written != ("transcribed" in values), file.name
     lines = (FOLDER / "train_step.md").read_text(encoding="utf-8").splitlines()
@@ -168,6 +197,10 @@ def test_dates_commits_and_versions_are_said_once():
     assert taken({"a": {"v5e": values, "v5p": values}, "b": {"v6e": other}}) == (
         "b v6e: 2026-11-27 (aaaaaaa), jax 3; all others: 2026-11-27 (aaaaaaa), jax 1."
     )
+    parts = dict.fromkeys(("x@v5e", "y@v5e", "x@v6e"), copied) | {
+        f"{n}@v5p": values for n in "abcd"
+    }
+    assert taken({"a": parts | {"y@v6e": values}}).startswith("on v5e, x@v6e: 2026-11-27, tran")
 
 
 def test_storage_has_the_share_of_a_save_that_blocks():
