@@ -63,10 +63,10 @@ def compiled(function, *args, target: str, **options) -> jax.stages.Compiled:
 
 
 def usage(call: str, target: str) -> dict[str, Usage]:
-    """What ptxas says of the Mosaic GPU kernels that `call` compiles, by name.
+    """Return the resources that ptxas reports for the Mosaic GPU kernels that `call` compiles.
 
-    `call` is "module:function(arguments)". It runs in a process of its own, because a process
-    compiles such kernels for one kind of GPU only.
+    The result maps names to resources. `call` is "module:function(arguments)". It runs in a process
+    of its own, because a process compiles such kernels for one kind of GPU only.
     """
     module, _, expression = call.partition(":")
     program = f"import tests.conftest, {module} as module; module.{expression}"

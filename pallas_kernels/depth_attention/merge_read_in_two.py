@@ -73,7 +73,7 @@ class SeparateMergeRead:
 
 
 class SeparateKernels(SeparateMergeRead):
-    """The same with kernels, which support only some calls."""
+    """An implementation of `merge_read` by two kernels, which support only some calls."""
 
     def unsupported(self, op: str, *operands: Any) -> str | None:
         """Return why one of the kernels does not support the call; None if both do."""

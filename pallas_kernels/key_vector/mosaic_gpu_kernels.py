@@ -383,9 +383,9 @@ def _backward_tokens(sizes, stages, rebuild, ref, sums):
     d_gain, *_ = each_token(sizes.T, stages, start, token, carry)
     first = 0
     for total in (d_gain, *(total_of(kind, sums[name]) for name in sizes.sums)):
-        columns = total.shape[1]
-        save(ref.sums.at[jax.lax.axis_index(PROGRAMS), :, pl.ds(first, columns)], total)
-        first += columns
+        width = total.shape[1]
+        save(ref.sums.at[jax.lax.axis_index(PROGRAMS), :, pl.ds(first, width)], total)
+        first += width
     plgpu.wait_smem_to_gmem(0)
 
 

@@ -139,7 +139,7 @@ def _tpu(name: str, topology: str, accelerator_type: str, kind: str, **others: A
 
 
 class _Generation(NamedTuple):
-    """What all GPUs of a compute capability have in common, as the vendor publishes it.
+    """The properties that all GPUs of a compute capability share, as the vendor publishes them.
 
     Attributes:
       multiprocessors: the number of multiprocessors.

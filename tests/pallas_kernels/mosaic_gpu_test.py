@@ -150,7 +150,7 @@ class TestKernels(Battery):
 @pytest.mark.slow
 @pytest.mark.xdist_group("key-vector kernels in Mosaic GPU for B200")
 class TestKernelsForBlackwell(Battery):
-    """The same kernels with `tcgen05` products, in JAX's interpreter."""
+    """The kernels run with `tcgen05` products in JAX's interpreter."""
 
     module = mosaic_gpu
     cases = (WHOLE, PADDED)

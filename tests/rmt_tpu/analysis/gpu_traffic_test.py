@@ -1,4 +1,4 @@
-"""What ops move in programs compiled for a GPU, by kernels and by XLA's fusions."""
+"""Tests of the memory traffic that is counted in programs compiled for a GPU."""
 
 import pytest
 
