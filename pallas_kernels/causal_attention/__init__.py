@@ -22,6 +22,7 @@ from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels.arguments import StackSlice, check_array, check_tokens, read_slices, write_slice
@@ -413,7 +414,8 @@ def _attention(call, operands):
 
 
 def _attention_forward(call, operands):
-    out, log_sums = _forward(call, operands)
+    # A policy of rematerialisation can keep these results by their name.
+    out, log_sums = checkpoint_name(_forward(call, operands), "attention")
     return out, (operands, out, log_sums)
 
 

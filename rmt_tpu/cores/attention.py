@@ -6,6 +6,7 @@ from typing import Any, ClassVar, NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float
 
@@ -118,7 +119,7 @@ class Attention(Core):
                 q, *kv, index, own_tokens(positions, self._ring), positions, mask
             )
         else:
-            qkv = self._pack(z.heads, context)
+            qkv = checkpoint_name(self._pack(z.heads, context), "heads")
             y = self._attend(pallas_kernels.causal_attention, context, index, qkv)
         return self._output(self._to_tokens(gated(y, gates)))
 

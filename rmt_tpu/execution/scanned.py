@@ -14,11 +14,18 @@ from rmt_tpu import config as cfg
 from rmt_tpu.cores import Aux, Context
 from rmt_tpu.cores.core import Index
 from rmt_tpu.execution.layer import DecoderParts, no_aux, run_layer, sites_and_cores
-from rmt_tpu.execution.remat import rematerialize, scan_recomputed
+from rmt_tpu.execution.remat import scan_recomputed
 from rmt_tpu.layers import stacks
 from rmt_tpu.layers.data_vectors import Read
 from rmt_tpu.layers.products import read_in_stacks, refer_to_stack
 from rmt_tpu.residual.protocols import ReversibleStore, StateMixer, Store
+
+# Maps a policy of rematerialisation to the names of the values that it keeps: the results of
+# attention, the residual of a vector store after each write, queries, keys and values as attention
+# reads them, and products with weights. A value is not kept if the backward pass does not need it,
+# or can compute it from another kept value without a product.
+_FULL = ("attention", "residual")
+SAVED = {"full": _FULL, "dots": (*_FULL, "heads", "product")}
 
 
 def run_layers(
@@ -96,15 +103,16 @@ def scan(
         return run_layer(mixer, store, sublayers, carry, context, at, caches, index)
 
     constants = context, first
-    if config.remat == "full" and caches is None:
+    if config.remat in SAVED and caches is None:
         run = lambda carry, scanned, shared, constants: body(carry, scanned, shared, constants)[0]
-        return scan_recomputed(run, carry, layers, shared, constants), None
+        saved = SAVED[config.remat]
+        return scan_recomputed(run, carry, layers, shared, constants, saved), None
 
     def step(carry, scanned):
         return body(carry[0], scanned, shared, constants, carry[1]), None
 
     scanned = layers, jnp.arange(len(jax.tree.leaves(layers)[0]))
-    return stacks.scan(rematerialize(step, config.remat), (carry, caches), scanned)[0]
+    return stacks.scan(step, (carry, caches), scanned)[0]
 
 
 def _reads_stacks(config: cfg.ModelConfig, store: Store, state: Any) -> bool:

@@ -8,6 +8,7 @@ layer's index. A kernel can then read the layer's weights without a copy.
 
 import jax.numpy as jnp
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Shaped
 
 import pallas_kernels
@@ -26,6 +27,8 @@ def times(
 ) -> Float[Array, "*tokens N"]:
     """Return `x @ W`, where W joins all weights along their last axis.
 
+    A policy of rematerialisation can keep the product by its name, "product".
+
     Args:
       x: the tokens' vectors, in the dtype of the products.
       *weights: matrices [K, N], or arrays of P matrices [P, K, N]. Either all or none of them are
@@ -41,7 +44,8 @@ def times(
     values = [sharding.gather(w.astype(x.dtype), "fsdp", axis=w.ndim + gathered) for w in values]
     matrices = [m for w in values for m in (w if w.ndim > 2 else [w])]
     joined = jnp.concatenate(matrices, axis=-1) if len(matrices) > 1 else matrices[0]
-    return jnp.dot(x, isolate(joined) if isolated else joined)
+    product = jnp.dot(x, isolate(joined) if isolated else joined)
+    return checkpoint_name(product, "product")
 
 
 def _as_stacks(weight: StackSlice) -> Float[Array, "L P K N"]:

@@ -11,6 +11,7 @@ from typing import ClassVar
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, DTypeLike, Float
 
 import pallas_kernels
@@ -143,7 +144,8 @@ class Store(nnx.Module):
 
         h is the residual.
         """
-        return residual + self.tiles.pad(self.write_term(y, writer).astype(residual.dtype))
+        term = self.tiles.pad(self.write_term(y, writer).astype(residual.dtype))
+        return checkpoint_name(residual + term, "residual")
 
     def write_term(
         self,
