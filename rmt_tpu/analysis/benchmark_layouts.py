@@ -8,7 +8,7 @@ part to the JSON values of its report.
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from rmt_tpu.analysis import compare
+from rmt_tpu.analysis import compare, peers
 from rmt_tpu.estimator import calibration
 
 Reports = Mapping[str, Any]
@@ -80,6 +80,12 @@ def steps(*sources: Reports) -> str:
         row("HBM traffic, GB", lambda cost: cost["hbm_bytes"] / 1e9)
         row("temporary memory, GB", lambda cost: cost["temporary_bytes"] / 1e9)
     return _table(lines)
+
+
+def peer_steps(*sources: Reports) -> str:
+    """Return a table of our train steps beside MaxText's, by `recipes.peer_report`."""
+    rows = (row for reports in sources for report in reports.values() for row in report["rows"])
+    return peers.table(list(rows))
 
 
 def measured_steps(reports: Reports) -> str:

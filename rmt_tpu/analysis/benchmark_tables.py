@@ -138,6 +138,22 @@ def _gpu_programs() -> Source:
     return Source(shown, parts, taking, "", _GPU_PROGRAMS, kept)
 
 
+# The rows of the comparison with MaxText, on one chip and on a slice with four.
+_PEERS = {
+    f"{preset}-{length}": f"--presets={preset} --seq_lens={length}"
+    for preset in ("llama-374m", "llama-1.2b")
+    for length in (2048, 8192)
+}
+
+
+def _peers(chips: tuple[str, ...], layout: str = "") -> Source:
+    command = "python -m recipes.peer_report"
+    parts = tuple(f"{name}@{chip}" for chip in chips for name in _PEERS)
+    shown = f"{command} --topologies={','.join(chip + layout for chip in chips)}"
+    taking = f"{command} {{flags}} --topologies={{chip}}{layout} --workdir={{folder}}"
+    return Source(shown, parts, taking, "peers.json", _PEERS)
+
+
 def _decode(targets: tuple[str, ...], flags: str) -> Source:
     command = "python -m recipes.decode_report --target="
     shown = f"{command}{','.join(targets)} \\\n  {flags}"
@@ -161,6 +177,8 @@ SOURCES = {
     "step_32": _steps(32),
     "residuals_160m": _residuals("gpt2-160m", _CHIPS),
     "residuals_405m": _residuals("gpt2-405m", _CHIPS, without=("mean",)),
+    "peers": _peers(_CHIPS),
+    "peers_slice": _peers(("v5e",), ":2x2"),
     "decode": _decode(
         _CHIPS,
         "--batch=1,32,256 \\\n  --presets=gpt2-405m,rmt-305m,rmt-attnres-305m,llama-374m,"
@@ -235,6 +253,7 @@ TABLES = {
     "steps": Table(("step_16", "step_32"), layouts.steps),
     "step_parts": Table(("step_16",), layouts.step_parts),
     "residuals": Table(("residuals_160m", "residuals_405m"), layouts.residuals),
+    "peers": Table(("peers", "peers_slice"), layouts.peer_steps),
     "decode": Table(("decode", "decode_long"), layouts.decode),
     "decode_host": Table(("decode_host",), layouts.decode_host),
     "gpu_steps": Table(("gpu_steps",), layouts.measured_steps),

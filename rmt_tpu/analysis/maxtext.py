@@ -1,0 +1,241 @@
+"""The train step of MaxText for the model of a run, compiled for TPUs that need not be present.
+
+MaxText (https://github.com/AI-Hypercomputer/maxtext) trains Transformers with JAX. Its
+`train_compile` program compiles its train step for a topology; `lower` here does the same with the
+devices that it is given. MaxText is imported only by `lower`, in the process that compiles.
+"""
+
+import dataclasses
+import os
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
+
+import jax
+
+from rmt_tpu.analysis.prompt import sizes_of
+from rmt_tpu.config import (
+    Attention,
+    FeedForward,
+    Rope,
+    RunConfig,
+    Stack,
+    Standard,
+    Sum,
+    VectorStore,
+)
+from rmt_tpu.errors import UsageError
+from rmt_tpu.training import compiler_options
+
+VERSION = "0.2.5"  # The version whose interfaces `lower` uses.
+
+# Maps the name of each setting of MaxText's attention kernels to its config values. "512" has
+# MaxText's default blocks. The others have blocks of 1024, which take less time for heads of 64 by
+# the kernels' schedules; "1024 fused" computes all gradients in one kernel.
+_FORWARD = ("sa_block_q", "sa_block_kv", "sa_block_q_dkv", "sa_block_kv_dkv")
+_BLOCKS_1024 = dict.fromkeys((*_FORWARD, "sa_block_q_dq", "sa_block_kv_dq"), 1024)
+ATTENTION: Mapping[str, Mapping[str, Any]] = MappingProxyType(
+    {
+        "512": {},
+        "1024": _BLOCKS_1024,
+        "1024 fused": _BLOCKS_1024 | {"sa_use_fused_bwd_kernel": True},
+    }
+)
+# MaxText's policies of rematerialization that the sweep tries. "full" saves only the input of each
+# layer. "save_dot_with_context_except_mlp" also saves W_Q, W_K, W_V, attention and W_O, and
+# "minimal_with_context" saves every product.
+REMAT = "full", "save_dot_with_context_except_mlp", "minimal_with_context"
+
+# The compiler options that MaxText's own scripts set for Llama 2 7B on each chip.
+_OVERLAP = {
+    "xla_enable_async_all_gather": True,
+    "xla_tpu_overlap_compute_collective_tc": True,
+    "xla_tpu_enable_async_collective_fusion": True,
+    "xla_tpu_enable_async_collective_fusion_multiple_steps": True,
+    "xla_tpu_enable_async_collective_fusion_fuse_all_gather": True,
+}
+_DATA_PARALLEL = {
+    "xla_tpu_enable_data_parallel_all_reduce_opt": True,
+    "xla_tpu_data_parallel_opt_different_sized_ops": True,
+}
+OPTIONS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
+    {
+        "v5e": _OVERLAP | _DATA_PARALLEL,
+        "v5p": _OVERLAP
+        | _DATA_PARALLEL
+        | {
+            "xla_tpu_megacore_fusion_allow_ags": False,
+            "xla_enable_async_collective_permute": True,
+            "xla_tpu_enable_ag_backward_pipelining": True,
+        },
+        "v6e": _OVERLAP | {"xla_tpu_scoped_vmem_limit_kib": 98304},
+    }
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class WithOptions:
+    """A lowered program that is compiled with these compiler options.
+
+    Attributes:
+      lowered: the lowered program.
+      options: maps the names of compiler options to their values.
+    """
+
+    lowered: jax.stages.Lowered
+    options: Mapping[str, Any]
+
+    def compile(self) -> jax.stages.Compiled:
+        """Compile the program."""
+        return self.lowered.compile(compiler_options=dict(self.options) or None)
+
+
+def overrides_of(config: RunConfig, devices: int, attention: str, remat: str) -> dict[str, Any]:
+    """Return the MaxText config values with which MaxText trains the model of a run.
+
+    The batch is divided over all devices, as the parameters and the optimizer's state are (FSDP).
+
+    Args:
+      config: the run's config.
+      devices: the number of devices.
+      attention: the name of a setting of the attention kernels, one of ATTENTION.
+      remat: the name of a policy, one of REMAT.
+
+    Raises:
+      UsageError: the model is not a Llama.
+    """
+    stack, sizes = _layers_of(config)
+    core, hidden = stack.cores
+    optimizer = config.train.optimizer
+    return sizes | {
+        "run_name": "peer",
+        "base_output_directory": "/tmp",  # MaxText needs a value, and writes nothing here.
+        "hardware": "tpu",
+        "internal_compile": True,
+        "internal_compile_num_devices": devices,
+        "skip_jax_distributed_system": True,
+        "enable_checkpointing": False,
+        "dataset_type": "synthetic",
+        "base_num_decoder_layers": stack.repeat,
+        "base_num_query_heads": core.num_heads,
+        "base_num_kv_heads": core.num_kv_heads or core.num_heads,
+        "head_dim": core.head_dim,
+        "base_mlp_dim": hidden.hidden_dim,
+        "rope_max_timescale": int(core.positions.base),
+        "per_device_batch_size": config.train.batch_size / devices,
+        "max_target_length": config.data.seq_len,
+        "adam_b1": optimizer.b1,
+        "adam_b2": optimizer.b2,
+        "gradient_clipping_threshold": optimizer.clip_norm,
+        "z_loss_multiplier": config.train.z_loss,
+        "steps": config.train.steps,
+        "attention": "flash",
+        "remat_policy": remat,
+        **ATTENTION[attention],
+    }
+
+
+def _layers_of(config: RunConfig) -> tuple[Stack, dict[str, Any]]:
+    """Return the layers of a Llama, and those config values that do not depend on them.
+
+    Raises:
+      UsageError: the model is not a Llama.
+    """
+    model = config.model
+    stack = model.stacks[0]
+    llama = (
+        len(model.stacks) == 1
+        and isinstance(model.store, VectorStore)
+        and model.mixer == Sum()
+        and model.parametrization == Standard()
+        and model.norm == "rmsnorm"
+        and model.embedding_scale == 1.0
+        and model.logit_cap is None
+        and len(stack.cores) == 2
+        and isinstance(stack.cores[0], Attention)
+        and isinstance(stack.cores[1], FeedForward)
+        and stack.cores[1].activation == "swiglu"
+    )
+    if llama:
+        attention = stack.cores[0]
+        plain = Attention(
+            attention.num_heads,
+            attention.head_dim,
+            attention.positions,
+            inverse_layer_scaling=False,
+            num_kv_heads=attention.num_kv_heads,
+        )
+        rope = attention.positions
+        llama = attention == plain and isinstance(rope, Rope) and rope == Rope(rope.base)
+    if not llama:
+        raise UsageError(
+            "the model is not a Llama, and only Llamas are compared with MaxText; legal: models "
+            "like llama-374m, with RMSNorm, RoPE, SwiGLU and a plain sum"
+        )
+    return stack, {
+        "decoder_block": "llama2",
+        "base_emb_dim": model.store.dim,
+        "vocab_size": model.vocab_size,
+        "normalization_layer_epsilon": model.norm_epsilon,
+        "logits_via_embedding": model.tied_embeddings,
+        "enable_dropout": False,
+        "dtype": "bfloat16",
+        "weight_dtype": "float32",
+    }
+
+
+def lower(
+    devices: Sequence[jax.Device],
+    overrides: Mapping[str, Any],
+    options: Mapping[str, Any],
+    limit_vmem: bool,
+) -> tuple[WithOptions, dict[str, Any]]:
+    """Lower MaxText's train step for all devices of a topology, so that it can be compiled.
+
+    Args:
+      devices: the devices, which need not be present.
+      overrides: MaxText config values, from `overrides_of`.
+      options: the compiler options.
+      limit_vmem: whether to add the compiler options of our own train steps, which limit VMEM.
+
+    Returns:
+      The lowered step, and the result of `sizes_of` for its mesh.
+    """
+    import maxtext
+    from flax.core.spmd import logical_axis_rules
+    from maxtext.configs import pyconfig
+    from maxtext.trainers.pre_train import train, train_compile
+    from maxtext.utils import maxtext_utils, sharding
+
+    # MaxText's own programs set this, too; its dropout keys then cost nothing.
+    jax.config.update("jax_default_prng_impl", "unsafe_rbg")
+    base = os.path.join(os.path.dirname(maxtext.__file__), "configs", "base.yml")
+    values = (f"{name}={value}" for name, value in overrides.items())
+    config = pyconfig.initialize(["train_compile", base, *values])
+    jax.config.update(
+        "jax_remove_size_one_mesh_axis_from_type", config.remove_size_one_mesh_axis_from_type
+    )
+    mesh = jax.sharding.Mesh(maxtext_utils.create_device_mesh(config, devices), config.mesh_axes)
+    args, kwargs, state_shardings, _, model = train_compile.get_shaped_inputs(mesh, config)
+    of_params, state_shardings = sharding.maybe_update_params_sharding_with_opt(
+        config, state_shardings
+    )
+    step, placed, results, static, donated = maxtext_utils.get_functional_train_with_signature(
+        train.train_step,
+        sharding.get_input_data_sharding(config, mesh),
+        sharding.build_zero1_input_state_mesh_shardings(config, state_shardings, of_params),
+        model,
+        config,
+        of_params,
+    )
+    jitted = jax.jit(
+        step,
+        in_shardings=placed,
+        out_shardings=results,
+        static_argnums=static,
+        donate_argnums=donated,
+    )
+    if limit_vmem:
+        options = dict(options) | (compiler_options.for_step(mesh) or {})
+    with jax.set_mesh(mesh), logical_axis_rules(config.logical_axis_rules):
+        return WithOptions(jitted.lower(*args, **kwargs), options), sizes_of(mesh)

@@ -1,0 +1,32 @@
+"""recipes.peer_report: what it refuses before it compiles; peers_test has the rest."""
+
+import pytest
+
+from tests import cli
+from tests.tiers import later
+
+REFUSED = [
+    (["--presets=llama-374n"], "did you mean 'llama-374m'"),
+    (
+        ["--presets=rmt-tiny"],
+        "--presets=rmt-tiny: the model is not a Llama, and only Llamas are compared with MaxText",
+    ),
+    (["--topologies=v5e:3x3"], "--topologies='v5e:3x3' is not a topology of v5e"),
+    *later(
+        (["--seq_lens=64"], "--seq_lens=64 must be a whole number from 128 to 1,048,576"),
+        (["--topologies=h100"], "--topologies 'h100' is unknown"),
+        (["--presets="], "--presets, --seq_lens and --topologies need one value or more each"),
+    ),
+]
+
+
+@pytest.mark.parametrize("flags,message", REFUSED)
+def test_refused(flags, message):
+    assert message in cli.fail("peer_report", *flags)
+
+
+def test_maxtext_must_be_installed(tmp_path):
+    """On Python 3.11 it cannot be; on later versions, only the extra has it."""
+    line = cli.fail("peer_report", f"--workdir={tmp_path}/peers", code=1)
+    assert "MaxText needs Python 3.12" in line or "rmt_tpu[peers]" in line
+    assert not (tmp_path / "peers").exists()
