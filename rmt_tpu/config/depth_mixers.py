@@ -157,14 +157,6 @@ class _DepthAttention(BankedSystem):
         sources = self.sources(num_sublayers)
         return sources if self.output_site == "attention" else sources[:-1]
 
-    def chunk_multiple(self, num_sublayers: int) -> int:
-        """Return the number of sublayers per block.
-
-        It must divide the number of sublayers in each chunk of a pipeline. A chunk contains the
-        layers that a stage runs consecutively.
-        """
-        return self.sublayers_a_block(num_sublayers)
-
     @property
     def fused(self) -> bool:
         """Whether kernels can compute this mixer; most ablations have no kernels."""
@@ -278,6 +270,14 @@ class _Blocks(BankedSystem):
             )
         return size
 
+    def chunk_multiple(self, num_sublayers: int) -> int:
+        """Return the number of sublayers per block.
+
+        It must divide the number of sublayers in each chunk of a pipeline. A chunk contains the
+        layers that a stage runs consecutively.
+        """
+        return self.sublayers_a_block(num_sublayers)
+
 
 @dataclass(frozen=True)
 class BlockAttention(_Blocks, _DepthAttention):
@@ -358,14 +358,6 @@ class DeltaAttention(_Blocks):
         """Return the number of deltas (sums of outputs) at each site, in the order of depth."""
         block = self.sublayers_a_block(num_sublayers)
         return [-(-site // block) for site in range(num_sublayers + 1)]
-
-    def chunk_multiple(self, num_sublayers: int) -> int:
-        """Return the number of sublayers per block.
-
-        It must divide the number of sublayers in each chunk of a pipeline. A chunk contains the
-        layers that a stage runs consecutively.
-        """
-        return self.sublayers_a_block(num_sublayers)
 
 
 @dataclass(frozen=True)
