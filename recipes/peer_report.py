@@ -3,11 +3,11 @@
     python -m recipes.peer_report --presets=llama-374m,llama-1.2b --seq_lens=2048,8192 \\
         --topologies=v5e,v5p,v6e,v5e:2x2 --workdir=runs/peers
 
-For each model, length and topology, the command compiles MaxText's own train step and ours with the
-same batch, optimizer and number formats. Each side gets several choices of rematerialization,
-compiler options and attention kernels, and its fastest step counts. The report shows memory, HBM
-traffic, matrix products, attention, collectives, launches and the time of the step. Times are
-estimates from the compiler's output (see docs/benchmarks/estimates.md), not measurements.
+For each model, length and topology, the command compiles MaxText's own train step and ours for the
+same batch. Several choices of rematerialization, compiler options, weights and attention kernels
+are tried on each side, and the fastest step counts. The report shows memory, HBM traffic, matrix
+products, attention, collectives, launches and the time of the step. Times are estimates from the
+compiler's output (see docs/benchmarks/peers.md), not measurements.
 
 The command needs Python 3.12, the TPU compiler (`pip install 'jax[tpu]'`) and MaxText
 (`pip install 'rmt_tpu[peers]'`). A step takes one to four minutes to compile. Each finished step is
@@ -105,7 +105,7 @@ def _rows() -> list[tuple[Any, Any]]:
                 batch = devices * max(1, _TOKENS.value // length)
                 row = peers.Row(name, length, batch, target.topology)
                 try:
-                    maxtext.overrides_of(row.config(devices), devices, "512", "full")
+                    maxtext.overrides_of(row.config(devices), devices, "default", "full")
                 except UsageError as error:
                     raise UsageError(f"--presets={name}: {error}") from None
                 rows.append((row, target))

@@ -29,22 +29,35 @@ from rmt_tpu.training import compiler_options
 
 VERSION = "0.2.5"  # The version whose interfaces `lower` uses.
 
-# Maps the name of each setting of MaxText's attention kernels to its config values. "512" has
-# MaxText's default blocks. The others have blocks of 1024, which take less time for heads of 64 by
-# the kernels' schedules; "1024 fused" computes all gradients in one kernel.
-_FORWARD = ("sa_block_q", "sa_block_kv", "sa_block_q_dkv", "sa_block_kv_dkv")
-_BLOCKS_1024 = dict.fromkeys((*_FORWARD, "sa_block_q_dq", "sa_block_kv_dq"), 1024)
+# The blocks of MaxText's attention kernels: of queries and keys in the forward pass, in the kernel
+# of the gradients of keys and values, and in the kernel of the gradient of queries.
+_BLOCKS = {
+    "fwd": ("sa_block_q", "sa_block_kv"),
+    "dkv": ("sa_block_q_dkv", "sa_block_kv_dkv"),
+    "dq": ("sa_block_q_dq", "sa_block_kv_dq"),
+}
+_DEFAULT_BLOCK = 512
+_1024 = {name: 1024 for names in _BLOCKS.values() for name in names}
+# Maps the name of each setting of MaxText's attention kernels to its config values. "default" has
+# blocks of 512. "script" has the blocks of MaxText's script for v6e. "fused" computes all gradients
+# in one kernel.
 ATTENTION: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     {
-        "512": {},
-        "1024": _BLOCKS_1024,
-        "1024 fused": _BLOCKS_1024 | {"sa_use_fused_bwd_kernel": True},
+        "default": {},
+        "script": {"sa_block_q": 1024, "sa_block_q_dkv": 2048, "sa_block_q_dq": 2048},
+        "1024": _1024,
+        "1024 fused": _1024 | {"sa_use_fused_bwd_kernel": True},
     }
 )
-# MaxText's policies of rematerialization that the sweep tries. "full" saves only the input of each
-# layer. "save_dot_with_context_except_mlp" also saves W_Q, W_K, W_V, attention and W_O, and
-# "minimal_with_context" saves every product.
-REMAT = "full", "save_dot_with_context_except_mlp", "minimal_with_context"
+# MaxText's policies of rematerialization that the sweep tries. "minimal_with_context" saves every
+# product and attention's result, "save_dot_with_context_except_mlp" all of these but the
+# feed-forward layer's, and "full" only the input of each layer.
+REMAT = "minimal_with_context", "save_dot_with_context_except_mlp", "full"
+# Maps the name of each form of a layer's weights to its config values. "joined" has one matrix for
+# queries, keys and values, and stacks layers along the first axis of each weight.
+WEIGHTS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
+    {"default": {}, "joined": {"fused_qkv": True, "param_scan_axis": 0}}
+)
 
 # The compiler options that MaxText's own scripts set for Llama 2 7B on each chip.
 _OVERLAP = {
@@ -90,7 +103,28 @@ class WithOptions:
         return self.lowered.compile(compiler_options=dict(self.options) or None)
 
 
-def overrides_of(config: RunConfig, devices: int, attention: str, remat: str) -> dict[str, Any]:
+def computed_share(kernel: str, attention: str, seq_len: int) -> float:
+    """Return the share of its grid's steps in which an attention kernel computes anything.
+
+    The grid has a step for each pair of a block of queries and a block of keys. In a step without
+    a key that some query may attend to, the kernel skips the computation. The schedule of a kernel
+    does not show this.
+
+    Args:
+      kernel: the name of the kernel's instruction.
+      attention: the name of the setting, one of ATTENTION.
+      seq_len: the number of tokens per sequence.
+    """
+    (names,) = (names for name, names in _BLOCKS.items() if f"_{name}_" in kernel)
+    sizes = (ATTENTION[attention].get(name, _DEFAULT_BLOCK) for name in names)
+    queries, keys = (min(size, seq_len) for size in sizes)
+    ends = range(queries, seq_len + 1, queries)
+    return sum(-(-end // keys) for end in ends) / (len(ends) * (seq_len // keys))
+
+
+def overrides_of(
+    config: RunConfig, devices: int, attention: str, remat: str, weights: str = "default"
+) -> dict[str, Any]:
     """Return the MaxText config values with which MaxText trains the model of a run.
 
     The batch is divided over all devices, as the parameters and the optimizer's state are (FSDP).
@@ -100,6 +134,7 @@ def overrides_of(config: RunConfig, devices: int, attention: str, remat: str) ->
       devices: the number of devices.
       attention: the name of a setting of the attention kernels, one of ATTENTION.
       remat: the name of a policy, one of REMAT.
+      weights: the name of a form of the weights, one of WEIGHTS.
 
     Raises:
       UsageError: the model is not a Llama.
@@ -126,12 +161,16 @@ def overrides_of(config: RunConfig, devices: int, attention: str, remat: str) ->
         "max_target_length": config.data.seq_len,
         "adam_b1": optimizer.b1,
         "adam_b2": optimizer.b2,
+        "adam_eps": optimizer.epsilon,
+        "adam_weight_decay": optimizer.weight_decay,
+        "mu_dtype": optimizer.moment_dtype,
         "gradient_clipping_threshold": optimizer.clip_norm,
         "z_loss_multiplier": config.train.z_loss,
         "steps": config.train.steps,
         "attention": "flash",
         "remat_policy": remat,
         **ATTENTION[attention],
+        **WEIGHTS[weights],
     }
 
 

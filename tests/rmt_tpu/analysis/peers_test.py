@@ -41,7 +41,7 @@ def test_maxtext_gets_the_sizes_of_the_preset():
 def test_only_llamas_are_compared(preset):
     config = peers.Row(preset, 512, 1, "v5e:1x1").config(1)
     with pytest.raises(UsageError, match="is not a Llama"):
-        maxtext.overrides_of(config, 1, "512", "full")
+        maxtext.overrides_of(config, 1, "default", "full")
 
 
 class Stopped:
@@ -74,20 +74,27 @@ def test_steps_that_do_not_fit_are_kept(stopped, tmp_path):
     lines = []
     steps = peers.sweep(ROW, "maxtext", V5E, open_folder(str(tmp_path)), progress=lines.append)
     assert {step.fault for step in steps} == {"does not fit in memory"}
-    # The second policy of rematerialization saves more than the first one, which does not fit.
-    assert [str(step.choice) for step in steps] == [
-        "1024 fused, remat full, options own",
-        "1024 fused, remat full, options both",
-        "1024 fused, remat save_dot_with_context_except_mlp, options own",
-        "512, remat full, options own",
-        "1024, remat full, options own",
-    ]
+    assert [step.choice.remat for step in steps[:3]] == list(maxtext.REMAT)
+    assert [step.choice.weights for step in steps] == ["default"] * 3 + ["joined"] + ["default"] * 2
     assert lines[0] == (
-        "v5e:1x1 llama-tiny 128: maxtext, 1024 fused, remat full, options own: does not fit in "
-        "memory"
+        "v5e:1x1 llama-tiny 128: maxtext, remat minimal_with_context, options own, attention 1024 "
+        "fused, weights default: does not fit in memory"
     )
     again = peers.sweep(ROW, "maxtext", V5E, open_folder(str(tmp_path)), compiles=2)
-    assert again == steps[:2] and stopped.jobs == 5
+    assert again == steps[:2] and stopped.jobs == len(steps) == peers.MOST_COMPILES
+
+
+@pytest.mark.parametrize("attention,share", [("default", 10 / 16), ("1024 fused", 3 / 4)])
+def test_blocks_above_the_diagonal_are_skipped(attention, share):
+    for kernel in ("splash_mha_fwd_segmented_residuals.4", "splash_mha_dkv_no_residuals"):
+        assert maxtext.computed_share(kernel, attention, 2048) == share
+    assert maxtext.computed_share("splash_mha_fwd_residuals", attention, 512) == 1.0
+
+
+def test_blocks_of_two_sizes():
+    """Each block of 1024 queries reads two more blocks of 512 keys than the one before."""
+    assert maxtext.computed_share("splash_mha_fwd_residuals", "script", 4096) == 20 / 32
+    assert maxtext.computed_share("splash_mha_dq_residuals", "script", 4096) == 12 / 16
 
 
 def test_another_failure_ends_the_sweep(stopped, tmp_path):
@@ -111,7 +118,7 @@ def test_the_table_has_the_fastest_steps():
     *_, first, second, third = peers.table([row]).splitlines()
     assert first.startswith("| v5e:1x1 llama-tiny, 2 x 128 | maxtext | 72 / 80 / 96 | ")
     assert second.startswith("|  | rmt_tpu | 36 / 40 / 48 | ")
-    assert second.endswith("| 0 | 20 (10 hidden) | 1,234 | 0 | remat full, options own, of 2 |")
+    assert second.endswith("| 0 | 20 (10 hidden) | 1,234 | remat full, options own; of 2 |")
     assert "**0.50 / 0.50 / 0.50**" in third
     row["sides"]["maxtext"] = [dataclasses.asdict(theirs[0])]
     *_, first, second = peers.table([row]).splitlines()
@@ -119,14 +126,15 @@ def test_the_table_has_the_fastest_steps():
 
 
 @pytest.mark.compile
-def test_our_step_is_compiled_with_the_options_of_both(tmp_path):
+def test_our_step_is_compiled(tmp_path):
     folder = open_folder(str(tmp_path))
     first, second = steps = peers.sweep(ROW, "rmt_tpu", V5E, folder, compiles=2)
-    assert [s.choice.options for s in steps] == ["own", "both"]
+    assert [s.choice.remat for s in steps] == ["dots", "full"]
     for s in steps:
         assert s.product_seconds < s.seconds["least"] <= s.seconds["most"]
         assert s.attention_seconds > 0 and s.launches > 50 and not s.sent_seconds
     assert first.argument_bytes == second.argument_bytes
+    assert first.product_seconds < second.product_seconds
     assert peers.sweep(ROW, "rmt_tpu", V5E, folder, compiles=2) == steps
 
 
