@@ -138,7 +138,7 @@ def _gpu_programs() -> Source:
     return Source(shown, parts, taking, "", _GPU_PROGRAMS, kept)
 
 
-# The rows of the comparison with MaxText, on one chip and on a slice with four.
+# The flags for each row of the comparison with MaxText, on one chip or on a slice with four.
 _PEERS = {
     f"{preset}-{length}": f"--presets={preset} --seq_lens={length}"
     for preset in ("llama-374m", "llama-1.2b")
@@ -146,11 +146,11 @@ _PEERS = {
 }
 
 
-def _peers(chips: tuple[str, ...], layout: str = "") -> Source:
+def _peers(parts: tuple[str, ...], layout: str = "") -> Source:
     command = "python -m recipes.peer_report"
-    parts = tuple(f"{name}@{chip}" for chip in chips for name in _PEERS)
-    shown = f"{command} --topologies={','.join(chip + layout for chip in chips)}"
-    taking = f"{command} {{flags}} --topologies={{chip}}{layout} --workdir={{folder}}"
+    chips = dict.fromkeys(part.split("@")[1] + layout for part in parts)
+    shown = f"{command} --topologies={','.join(chips)} --compiles=3"
+    taking = f"{command} {{flags}} --topologies={{chip}}{layout} --compiles=3 --workdir={{folder}}"
     return Source(shown, parts, taking, "peers.json", _PEERS)
 
 
@@ -177,8 +177,8 @@ SOURCES = {
     "step_32": _steps(32),
     "residuals_160m": _residuals("gpt2-160m", _CHIPS),
     "residuals_405m": _residuals("gpt2-405m", _CHIPS, without=("mean",)),
-    "peers": _peers(_CHIPS),
-    "peers_slice": _peers(("v5e",), ":2x2"),
+    "peers": _peers(("llama-374m-2048@v5e", "llama-374m-8192@v5e", "llama-1.2b-2048@v6e")),
+    "peers_slice": _peers(("llama-374m-2048@v5e",), ":2x2"),
     "decode": _decode(
         _CHIPS,
         "--batch=1,32,256 \\\n  --presets=gpt2-405m,rmt-305m,rmt-attnres-305m,llama-374m,"
