@@ -3,6 +3,7 @@
 A row of a bank contains one earlier output, or the sum of several. See `execution.banked`.
 """
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -24,6 +25,7 @@ from rmt_tpu.execution.banked_writes import (
     Write,
     write_saved,
 )
+from rmt_tpu.execution.remat import SAVED, recomputed
 from rmt_tpu.layers import stacks
 from rmt_tpu.layers.products import read_in_stacks, refer_to_stack
 from rmt_tpu.residual.protocols import (
@@ -66,14 +68,15 @@ class SavedStack(NamedTuple):
       layer_sums: the running sum (the row in progress) before each layer.
       group_sums: the running sum before each group of layers, if it may be nonzero there.
       outputs: the output of each sublayer of a period in all repeats, saved instead of the sums.
-      cores: what the cores' `pull_back` needs in addition to `outputs`, as a pair: for the layers
-        of all full groups, and for those of the last partial group.
+      layers: what the backward pass of each layer needs in addition to the sums or outputs, as a
+        pair: for the layers of all full groups, and for those of the last partial group. It is the
+        layer's own `pull_back`, or with `outputs` what the cores' `pull_back` needs.
     """
 
     layer_sums: Float[Array, "repeat batch seq *shape"] | None = None
     group_sums: Float[Array, "groups batch seq *shape"] | None = None
     outputs: tuple[Float[Array, "repeat local_batch local_seq _ size"], ...] | None = None
-    cores: tuple[Any, Any] = (None, None)
+    layers: tuple[Any, Any] = (None, None)
 
 
 class ForwardCarry(NamedTuple):
@@ -219,12 +222,12 @@ class StackRunner:
 
         def run(carry, start, layers, _):
             group = self._begin(arrays, carry.bank, start, layers, first)
-            return self._group_forward(arrays, context, group, carry)
+            return self._group_forward(arrays, context, group, carry, keep)
 
         keeps_current = self.grouping.open or saved.outputs is not None
         running = ForwardCarry(bank, current if keeps_current else None, caches, saved, aux)
-        running, saved_cores = self._over_groups(run, running, decoding=caches is not None)
-        saved = running.saved._replace(cores=saved_cores)
+        running, saved_layers = self._over_groups(run, running, decoding=caches is not None)
+        saved = running.saved._replace(layers=saved_layers)
         ended = running.current if self.grouping.open else jnp.zeros_like(current)
         return (running.bank, ended, running.aux), running.caches, saved
 
@@ -269,9 +272,9 @@ class StackRunner:
           the stack's arrays.
         """
 
-        def run(carry, start, layers, saved_cores):
+        def run(carry, start, layers, saved_layers):
             group = self._begin(arrays, bank, start, layers, first)
-            group_saved = saved._replace(cores=saved_cores)
+            group_saved = saved._replace(layers=saved_layers)
             return self._group_backward(
                 arrays, context, group, bank, group_saved, d_aux, carry
             ), None
@@ -280,7 +283,7 @@ class StackRunner:
         ended = d_current if self.grouping.open else None
         summed = None if saved.outputs is None else jnp.zeros(bank.shape[1:], bank.dtype)
         d = BackwardCarry(d_bank, ended, stacks.empty_like(arrays), summed)
-        d, _ = self._over_groups(run, d, saved.cores, reverse=True)
+        d, _ = self._over_groups(run, d, saved.layers, reverse=True)
         return (d.bank, jnp.zeros_like(d_current) if d.current is None else d.current), d.stack
 
     def _over_groups(
@@ -341,12 +344,13 @@ class StackRunner:
         return Group(start, layers, at, first_row, prior, rows)
 
     def _group_forward(
-        self, arrays: StackArrays, context: Context, group: Group, carry: ForwardCarry
+        self, arrays: StackArrays, context: Context, group: Group, carry: ForwardCarry, keep: bool
     ) -> tuple[ForwardCarry, Any]:
         """Run a group's layers, and return the new carry.
 
-        The second result is what the cores' `pull_back` needs, stacked over the group's layers;
-        None if outputs are not saved.
+        `keep` is whether to save what the backward pass needs.
+
+        The second result is one of the pair `SavedStack.layers`, stacked over the group's layers.
         """
         bank, current, caches, saved, aux = carry
         if saved.group_sums is not None:
@@ -367,6 +371,13 @@ class StackRunner:
                 write = RunAndSaveCore(self.store, context, saved.outputs, index)
             in_stack = caches is not None and read_in_stacks(current)
             layer_arrays = _layer_arrays(arrays, index, in_stack=in_stack)
+            if keep and self.config.remat == "full" and saved.outputs is None:
+                run = recomputed(self._layer_of(write, group, offset), SAVED["full"])
+                arguments = layer_arrays, group.prior, rows, current, aux
+                (_, rows, current, aux), pull_back = jax.vjp(run, *arguments)
+                # The backward pass has the arguments.
+                saved_layer = dataclasses.replace(pull_back, args_res=None)
+                return (rows, current, caches, saved, aux), saved_layer
             _, rows, current, aux = self._layer(
                 write, layer_arrays, group.at, offset, group.prior, rows, current, aux
             )
@@ -378,13 +389,25 @@ class StackRunner:
 
         over_layers = (group.rows, current, caches, saved, aux)
         over_layers = vary_alike((arrays, over_layers))[1]
-        over_layers, saved_cores = jax.lax.scan(run_layer, over_layers, jnp.arange(group.layers))
+        over_layers, saved_layers = jax.lax.scan(run_layer, over_layers, jnp.arange(group.layers))
         rows, current, caches, saved, aux = over_layers
         bank = stacks.update_range(bank, current[None] if rows is None else rows, group.first_row)
         keeps_current = carry.current is not None
         return ForwardCarry(
             bank, current if keeps_current else None, caches, saved, aux
-        ), saved_cores
+        ), saved_layers
+
+    def _layer_of(self, write: Write, group: Group, offset: Index) -> Callable:
+        """Return `_layer` for a layer of a group, as a function of the arrays that have gradients.
+
+        These are the layer's arrays, the result of phase one, the group's rows, the running sum,
+        and the sums of the cores' scalars.
+        """
+
+        def run(layer_arrays, prior, rows, current, aux):
+            return self._layer(write, layer_arrays, group.at, offset, prior, rows, current, aux)
+
+        return run
 
     def _layer(
         self,
@@ -431,7 +454,7 @@ class StackRunner:
     ) -> BackwardCarry:
         """Run the backward passes of a group's layers and of phase one (the read of earlier rows).
 
-        `saved.cores` belongs to this group only.
+        `saved.layers` belongs to this group only.
         """
         d_bank, d_current, gradients, summed = carry
         nothing, no_aux = jnp.zeros(bank.shape[1:], bank.dtype), jax.tree.map(jnp.zeros_like, d_aux)
@@ -444,11 +467,11 @@ class StackRunner:
 
         def undo_layer(carry, scanned):
             d_prior, d_rows, d_current, gradients, summed = carry
-            offset, saved_cores = scanned
+            offset, saved_layer = scanned
             index = group.start + offset
             write = RunCore(self.store, context)
             if saved.outputs is not None:
-                write = UseSavedOutput(self.store, context, saved.outputs, saved_cores, index)
+                write = UseSavedOutput(self.store, context, saved.outputs, saved_layer, index)
                 current = summed = self._rebuild_sum(
                     arrays, saved.outputs, group.start, offset, summed
                 )
@@ -457,14 +480,12 @@ class StackRunner:
                 # Without the barrier, XLA would slice the stack again for each use of the sum.
                 current = jax.lax.optimization_barrier(current)
 
-            def forward(layer_arrays, prior, rows, current):
-                return self._layer(
-                    write, layer_arrays, group.at, offset, prior, rows, current, no_aux
-                )
-
-            layer_arrays = stacks.slice_at(arrays, index)
-            _, pullback = jax.vjp(forward, layer_arrays, group.prior, group.rows, current)
-            gradient, *cotangents = pullback((d_prior, d_rows, d_current, d_aux))
+            arguments = stacks.slice_at(arrays, index), group.prior, group.rows, current, no_aux
+            if saved_layer is None or saved.outputs is not None:
+                _, pull_back = jax.vjp(self._layer_of(write, group, offset), *arguments)
+            else:
+                pull_back = dataclasses.replace(saved_layer, args_res=list(arguments))
+            gradient, *cotangents, _ = pull_back((d_prior, d_rows, d_current, d_aux))
             return (*cotangents, stacks.update_at(gradients, gradient, index), summed), None
 
         count = self.grouping.rows(group.layers * self.period)
@@ -475,7 +496,7 @@ class StackRunner:
             ends = (None, d_rows[0])
         over_layers = (self.mixer.empty_cotangent(group.prior), *ends, gradients, summed)
         over_layers = vary_alike((arrays, over_layers))[1]
-        scanned = (jnp.arange(group.layers), saved.cores)
+        scanned = (jnp.arange(group.layers), saved.layers)
         over_layers, _ = jax.lax.scan(undo_layer, over_layers, scanned, reverse=True)
         d_prior, d_rows, d_current, gradients, summed = over_layers
         if count == len(bank):

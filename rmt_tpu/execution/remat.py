@@ -1,7 +1,6 @@
 """Rematerialisation: a scan whose backward pass recomputes what the forward pass did not keep."""
 
 import dataclasses
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -11,6 +10,23 @@ import jax.numpy as jnp
 from pallas_kernels.platform import vary_alike
 from rmt_tpu.execution.kernels import at_current_precision
 from rmt_tpu.layers import stacks
+
+# Maps a policy of rematerialisation to the names of the values that it keeps: the results of
+# attention, the residual of a vector store after each write, queries, keys and values as attention
+# reads them, and products with weights. A value is not kept if the backward pass does not need it,
+# or can compute it from another kept value without a product.
+_FULL = ("attention", "residual")
+SAVED = {"full": _FULL, "dots": (*_FULL, "heads", "product")}
+
+
+def recomputed(run: Callable, saved: Sequence[str]) -> Callable:
+    """Return `run` such that its backward pass recomputes all values but those named in `saved`.
+
+    `jax.ad_checkpoint.checkpoint_name` names a value. `run` is one iteration of a loop. Loops need
+    no barriers against merging, because XLA does not merge operations of different iterations.
+    """
+    policy = jax.checkpoint_policies.save_only_these_names(*saved)
+    return jax.checkpoint(run, policy=policy, prevent_cse=False)
 
 
 def scan_recomputed(
@@ -39,7 +55,6 @@ def scan_recomputed(
       The carry after the last slice.
     """
     count = len(jax.tree.leaves(scanned)[0])
-    policy = jax.checkpoint_policies.save_only_these_names(*saved)
 
     def with_indices(*scanned):
         # Both passes create the indices, because a backward pass cannot use arrays from an outer
@@ -47,9 +62,6 @@ def scan_recomputed(
         return (*scanned, jnp.arange(count))
 
     # The index and the constants are arguments, too, so that the forward pass need not save them.
-    # A scan needs no barriers against merging, because XLA does not merge operations of different
-    # iterations.
-    @functools.partial(jax.checkpoint, policy=policy, prevent_cse=False)
     def run_one(before, piece, shared, index, constants):
         return body(before, (piece, index), shared, constants)
 
@@ -61,15 +73,16 @@ def scan_recomputed(
     def forward(carry, scanned, shared, constants):
         def step(before, indexed):
             piece, index = indexed
-            after, pull_back = jax.vjp(run_one, before, piece, shared, index, constants)
+            arguments = before, piece, shared, index, constants
+            after, pull_back = jax.vjp(recomputed(run_one, saved), *arguments)
             needed = pull_back.args_res[0]
             return after, (needed, dataclasses.replace(pull_back, args_res=None))
 
         carry, kept = stacks.scan(step, carry, with_indices(scanned))
         return carry, (kept, scanned, shared, constants)
 
-    def backward(saved, d_carry):
-        kept, scanned, shared, constants = saved
+    def backward(residuals, d_carry):
+        kept, scanned, shared, constants = residuals
 
         def step_backward(carry, indexed):
             (d_after, gradients, d_shared), ((before, pull_back), piece, index) = carry, indexed

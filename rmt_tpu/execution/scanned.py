@@ -14,18 +14,11 @@ from rmt_tpu import config as cfg
 from rmt_tpu.cores import Aux, Context
 from rmt_tpu.cores.core import Index
 from rmt_tpu.execution.layer import DecoderParts, no_aux, run_layer, sites_and_cores
-from rmt_tpu.execution.remat import scan_recomputed
+from rmt_tpu.execution.remat import SAVED, scan_recomputed
 from rmt_tpu.layers import stacks
 from rmt_tpu.layers.data_vectors import Read
 from rmt_tpu.layers.products import read_in_stacks, refer_to_stack
 from rmt_tpu.residual.protocols import ReversibleStore, StateMixer, Store
-
-# Maps a policy of rematerialisation to the names of the values that it keeps: the results of
-# attention, the residual of a vector store after each write, queries, keys and values as attention
-# reads them, and products with weights. A value is not kept if the backward pass does not need it,
-# or can compute it from another kept value without a product.
-_FULL = ("attention", "residual")
-SAVED = {"full": _FULL, "dots": (*_FULL, "heads", "product")}
 
 
 def run_layers(

@@ -163,6 +163,19 @@ def test_remat_policies_give_the_same_gradients(store, policies):
         assert_close(gradients[policy], gradients["none"], 1e-5)
 
 
+@pytest.mark.parametrize("mixer", ["sum", "blocks", "full", "highway", "mudd", "hc"])
+def test_attention_is_not_computed_again(mixer):
+    """The backward pass has its output and log-sums, of all three layers."""
+    config = models.model("vector", mixer=models.MIXERS[mixer], remat="full")
+    graphdef, params = nnx.split(models.abstract(config), nnx.Param)
+    loss = lambda p: jnp.sum(nnx.merge(graphdef, p)(models.tokens()))
+    kept = jax.tree.leaves(jax.eval_shape(lambda p: jax.vjp(loss, p)[1], params))
+    (batch, seq), heads, size = models.tokens().shape, 3, 6
+    for shape in [(batch, seq, heads), (batch, seq, heads, size)]:
+        layers = [x.size for x in kept if x.shape[-len(shape) :] == shape]
+        assert sum(layers) == 3 * np.prod(shape)
+
+
 # Who sees whom ---------------------------------------------------------------------------------
 
 
