@@ -138,20 +138,17 @@ def _gpu_programs() -> Source:
     return Source(shown, parts, taking, "", _GPU_PROGRAMS, kept)
 
 
-# The flags for each row of the comparison with MaxText, on one chip or on a slice with four.
-_PEERS = {
-    f"{preset}-{length}": f"--presets={preset} --seq_lens={length}"
-    for preset in ("llama-374m", "llama-1.2b")
-    for length in (2048, 8192)
-}
-
-
 def _peers(parts: tuple[str, ...], layout: str = "") -> Source:
+    """Return rows of the comparison with MaxText, on one chip or on a slice of this layout."""
     command = "python -m recipes.peer_report"
     chips = dict.fromkeys(part.split("@")[1] + layout for part in parts)
-    shown = f"{command} --topologies={','.join(chips)} --compiles=3"
+    # The part of a name before "@" is the preset and the number of tokens per sequence.
+    rows = [part.split("@")[0] for part in parts]
+    flags = {row: "--presets={} --seq_lens={}".format(*row.rsplit("-", 1)) for row in rows}
+    of_rows = " ".join(dict.fromkeys(flags.values()))
+    shown = f"{command} {of_rows} \\\n  --topologies={','.join(chips)} --compiles=3"
     taking = f"{command} {{flags}} --topologies={{chip}}{layout} --compiles=3 --workdir={{folder}}"
-    return Source(shown, parts, taking, "peers.json", _PEERS)
+    return Source(shown, parts, taking, "peers.json", flags)
 
 
 def _decode(targets: tuple[str, ...], flags: str) -> Source:
@@ -177,7 +174,7 @@ SOURCES = {
     "step_32": _steps(32),
     "residuals_160m": _residuals("gpt2-160m", _CHIPS),
     "residuals_405m": _residuals("gpt2-405m", _CHIPS, without=("mean",)),
-    "peers": _peers(("llama-374m-2048@v5e", "llama-374m-8192@v5e", "llama-1.2b-2048@v6e")),
+    "peers": _peers(("llama-374m-2048@v5e",)),
     "peers_slice": _peers(("llama-374m-2048@v5e",), ":2x2"),
     "decode": _decode(
         _CHIPS,

@@ -21,9 +21,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
-from rmt_tpu.estimator.hlo import Executed, Instruction, Module
-
-KINDS = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute")
+from rmt_tpu.estimator.hlo import COLLECTIVES, Executed, Instruction, Module
 
 _GROUPS = re.compile(r"replica_groups=\{(\{[\d,{} ]*\})?\}")
 _IOTA = re.compile(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
@@ -56,7 +54,7 @@ class Collective:
     """A collective instruction of a program.
 
     Attributes:
-      kind: one of KINDS.
+      kind: one of `hlo.COLLECTIVES`.
       op_name: the JAX operation that produced the instruction.
       axes: the mesh axes along which the collective runs, or ("?",) if they cannot be determined.
       devices: the number of devices per group.
@@ -112,12 +110,12 @@ def collectives(
 def kind_of(instruction: Instruction) -> str | None:
     """Return the kind of collective that an instruction starts or performs, or None."""
     kind = instruction.opcode.removesuffix("-start")
-    return kind if kind in KINDS else None
+    return kind if kind in COLLECTIVES else None
 
 
 def only_communicates(module: Module, instruction: Instruction) -> bool:
     """Return whether an instruction is a collective, a part of one, or a fusion of collectives."""
-    if instruction.opcode.removesuffix("-start").removesuffix("-done") in KINDS:
+    if instruction.opcode.removesuffix("-start").removesuffix("-done") in COLLECTIVES:
         return True
     if instruction.opcode in _HOST_OPCODES:
         return "megascale" in instruction.attributes

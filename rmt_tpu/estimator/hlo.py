@@ -38,6 +38,11 @@ _FREE_CALLS = re.compile(r'custom_call_target="(AllocateBuffer|ConcatBitcast)"')
 _MOVES = {"copy", "transpose", "reshape", "slice", "dynamic-slice", "dynamic-update-slice",
           "concatenate", "pad"}  # fmt: skip
 _SLICES = {"slice", "dynamic-slice", "gather"}
+# XLA divides some collectives over several fusions that do other work at the same time. Each of
+# these fusions contains the entire collective.
+COLLECTIVES = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute")
+# Matches an element of a fusion's result that is the same memory as one of its operands.
+_PASSED = re.compile(r"\{(\d+)\}: \(\d+, \{\}\)")
 # Maps each instruction that updates a part of its first operand in place to the index of the
 # operand with the new values.
 _UPDATES = {"dynamic-update-slice": 1, "scatter": 2}
@@ -244,8 +249,8 @@ class Module:
         """Return the bytes that an instruction reads and writes.
 
         If an operand is only sliced, only its slices count. If an array is updated in place, only
-        the update counts. The traffic of an asynchronous copy counts at the instruction that starts
-        the copy.
+        the update counts. An array that a fusion passes on or sends to other devices does not
+        count. The traffic of an asynchronous copy counts at the instruction that starts the copy.
         """
         opcode = instruction.opcode
         if _is_free(instruction):
@@ -309,9 +314,16 @@ class Module:
         inside = self.computations[instruction.called["calls"]]
         root = next(i for i in inside.values() if i.is_root)
         roots = [inside[name] for name in root.operands] if root.opcode == "tuple" else [root]
-        total = Bytes()
-        for source, array in zip(roots, instruction.arrays, strict=False):
-            total += self._written(inside, source, array)
+        total, sent = Bytes(), set()
+        aliases = {int(n) for n in _PASSED.findall(instruction.attributes)}
+        for i, (source, array) in enumerate(zip(roots, instruction.arrays, strict=False)):
+            if i in aliases and source.opcode in COLLECTIVES:
+                sent.add(source.name)
+            elif i not in aliases or source.opcode != "parameter":
+                total += self._written(inside, source, array)
+        if aliases:
+            # Neither the collective nor the tuple of results reads an array for this fusion.
+            inside = {name: i for name, i in inside.items() if name not in {root.name, *sent}}
         for name, operand in zip(self._parameters(inside), instruction.operands, strict=True):
             if operand in scope:
                 total += self._read(inside, name, scope[operand].arrays)

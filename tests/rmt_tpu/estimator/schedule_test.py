@@ -363,6 +363,40 @@ ENTRY %main (a: bf16[24,256,128], x: f32[3,100,64]) -> bf16[24,256,128] {
 """  # noqa: E501 (the lines are the compiler's)
 
 
+# A product, during which another array is gathered; the fusion passes on all arrays of the gather.
+GATHERED_MEANWHILE = """HloModule m
+
+%async_collective_fusion (part: bf16[64,128], whole: bf16[256,128], x: bf16[8,128], w: bf16[128,16]) -> (bf16[8,16], bf16[64,128], bf16[256,128], bf16[256,128]) {
+  %x = bf16[8,128]{1,0} parameter(2)
+  %w = bf16[128,16]{1,0} parameter(3)
+  %product = bf16[8,16]{1,0} convolution(%x, %w), dim_labels=bf_io->bf
+  %part = bf16[64,128]{1,0} parameter(0)
+  %whole = bf16[256,128]{1,0} parameter(1)
+  %gather = bf16[256,128]{1,0} all-gather(%part), replica_groups=mesh['a'=4] {'a'}, dimensions={0}
+  ROOT %t = (bf16[8,16]{1,0}, bf16[64,128]{1,0}, bf16[256,128]{1,0}, bf16[256,128]{1,0}) tuple(%product, %part, %whole, %gather)
+}
+
+ENTRY %main (part.1: bf16[64,128], whole.1: bf16[256,128], x.1: bf16[8,128], w.1: bf16[128,16]) -> (bf16[8,16], bf16[64,128], bf16[256,128], bf16[256,128]) {
+  %part.1 = bf16[64,128]{1,0} parameter(0)
+  %whole.1 = bf16[256,128]{1,0} parameter(1)
+  %x.1 = bf16[8,128]{1,0} parameter(2)
+  %w.1 = bf16[128,16]{1,0} parameter(3)
+  ROOT %f = (bf16[8,16]{1,0}, bf16[64,128]{1,0}, bf16[256,128]{1,0}, bf16[256,128]{1,0}) fusion(%part.1, %whole.1, %x.1, %w.1), kind=kOutput, output_to_operand_aliasing={{1}: (0, {}), {2}: (1, {}), {3}: (1, {})}, calls=%async_collective_fusion
+}
+"""  # noqa: E501 (the lines are the compiler's)
+
+
+@pytest.mark.parametrize("reads_part", [False, True])
+def test_a_gather_during_a_product_moves_no_bytes_of_the_product(reads_part):
+    text = GATHERED_MEANWHILE
+    if reads_part:
+        text = text.replace("convolution(%x, %w)", "convolution(%part, %w)")
+    module = Module(text)
+    (ran,) = (r for r in module.run() if r.instruction.name == "f")
+    read = 2 * (64 * 128 if reads_part else 8 * 128) + 2 * 128 * 16
+    assert module.traffic(ran.computation, ran.instruction) == Bytes(hbm=read + 2 * 8 * 16)
+
+
 def test_bytes_and_times_of_a_program():
     module = Module(PROGRAM)
     ran = {r.instruction.name: r for r in module.run()}
