@@ -75,7 +75,8 @@ def main() -> int:
     used = versions() | {"maxtext": importlib.metadata.version("maxtext")}
     how = ", ".join(f"{name} {version}" for name, version in used.items())
     text = f"{peers.table(found)}\n\nEstimated, not measured: {how}.\n"
-    folder.write("peers.json", (json.dumps({"rows": found}, indent=1) + "\n").encode())
+    values = {"versions": used, "rows": found}
+    folder.write("peers.json", (json.dumps(values, indent=1) + "\n").encode())
     folder.write("peers.md", text.encode())
     print(fitted(text, shutil.get_terminal_size().columns) if sys.stdout.isatty() else text)
     _log(f"report: {folder}/peers.md")

@@ -14,17 +14,9 @@ from typing import Any
 import jax
 
 from rmt_tpu.analysis.prompt import sizes_of
-from rmt_tpu.config import (
-    Attention,
-    FeedForward,
-    Rope,
-    RunConfig,
-    Stack,
-    Standard,
-    Sum,
-    VectorStore,
-)
+from rmt_tpu.config import RunConfig
 from rmt_tpu.errors import UsageError
+from rmt_tpu.hub.models import config_values
 from rmt_tpu.training import compiler_options
 
 VERSION = "0.2.5"  # The version whose interfaces `lower` uses.
@@ -139,10 +131,8 @@ def overrides_of(
     Raises:
       UsageError: the model is not a Llama.
     """
-    stack, sizes = _layers_of(config)
-    core, hidden = stack.cores
     optimizer = config.train.optimizer
-    return sizes | {
+    return _sizes_of(config) | {
         "run_name": "peer",
         "base_output_directory": "/tmp",  # MaxText needs a value, and writes nothing here.
         "hardware": "tpu",
@@ -151,12 +141,6 @@ def overrides_of(
         "skip_jax_distributed_system": True,
         "enable_checkpointing": False,
         "dataset_type": "synthetic",
-        "base_num_decoder_layers": stack.repeat,
-        "base_num_query_heads": core.num_heads,
-        "base_num_kv_heads": core.num_kv_heads or core.num_heads,
-        "head_dim": core.head_dim,
-        "base_mlp_dim": hidden.hidden_dim,
-        "rope_max_timescale": int(core.positions.base),
         "per_device_batch_size": config.train.batch_size / devices,
         "max_target_length": config.data.seq_len,
         "adam_b1": optimizer.b1,
@@ -174,49 +158,36 @@ def overrides_of(
     }
 
 
-def _layers_of(config: RunConfig) -> tuple[Stack, dict[str, Any]]:
-    """Return the layers of a Llama, and those config values that do not depend on them.
+def _sizes_of(config: RunConfig) -> dict[str, Any]:
+    """Return those config values that describe the model.
 
     Raises:
       UsageError: the model is not a Llama.
     """
-    model = config.model
-    stack = model.stacks[0]
-    llama = (
-        len(model.stacks) == 1
-        and isinstance(model.store, VectorStore)
-        and model.mixer == Sum()
-        and model.parametrization == Standard()
-        and model.norm == "rmsnorm"
-        and model.embedding_scale == 1.0
-        and model.logit_cap is None
-        and len(stack.cores) == 2
-        and isinstance(stack.cores[0], Attention)
-        and isinstance(stack.cores[1], FeedForward)
-        and stack.cores[1].activation == "swiglu"
-    )
-    if llama:
-        attention = stack.cores[0]
-        plain = Attention(
-            attention.num_heads,
-            attention.head_dim,
-            attention.positions,
-            inverse_layer_scaling=False,
-            num_kv_heads=attention.num_kv_heads,
+    try:
+        # The fields of a Llama's config.json in transformers, which MaxText's Llamas have, too.
+        values = config_values(
+            config.model, max_length=config.data.seq_len, bos=0, ends=(0,), kind="llama"
         )
-        rope = attention.positions
-        llama = attention == plain and isinstance(rope, Rope) and rope == Rope(rope.base)
-    if not llama:
+    except UsageError:
+        values = None
+    if values is None or values["attention_bias"] or values["rope_scaling"]:
         raise UsageError(
             "the model is not a Llama, and only Llamas are compared with MaxText; legal: models "
-            "like llama-374m, with RMSNorm, RoPE, SwiGLU and a plain sum"
+            "like llama-374m, with RMSNorm, RoPE, SwiGLU, a plain sum and no biases"
         )
-    return stack, {
+    return {
         "decoder_block": "llama2",
-        "base_emb_dim": model.store.dim,
-        "vocab_size": model.vocab_size,
-        "normalization_layer_epsilon": model.norm_epsilon,
-        "logits_via_embedding": model.tied_embeddings,
+        "base_emb_dim": values["hidden_size"],
+        "base_num_decoder_layers": values["num_hidden_layers"],
+        "base_num_query_heads": values["num_attention_heads"],
+        "base_num_kv_heads": values["num_key_value_heads"],
+        "head_dim": values["head_dim"],
+        "base_mlp_dim": values["intermediate_size"],
+        "vocab_size": values["vocab_size"],
+        "normalization_layer_epsilon": values["rms_norm_eps"],
+        "rope_max_timescale": int(values["rope_theta"]),
+        "logits_via_embedding": values["tie_word_embeddings"],
         "enable_dropout": False,
         "dtype": "bfloat16",
         "weight_dtype": "float32",
