@@ -96,8 +96,6 @@ def _rows() -> list[tuple[Any, Any]]:
             raise UsageError(unknown("--presets", name, presets()))
     lengths = [_number(text) for text in _SEQ_LENS.value]
     targets = [_target(text) for text in _TOPOLOGIES.value]
-    if not (_PRESETS.value and lengths and targets):
-        raise UsageError("--presets, --seq_lens and --topologies need one value or more each")
     rows = []
     for target in targets:
         devices = math.prod(target.shape)
