@@ -143,9 +143,10 @@ def _peers(parts: tuple[str, ...], layout: str = "") -> Source:
     command = "python -m recipes.peer_report"
     chips = dict.fromkeys(part.split("@")[1] + layout for part in parts)
     # The part of a name before "@" is the preset and the number of tokens per sequence.
-    rows = [part.split("@")[0] for part in parts]
-    flags = {row: "--presets={} --seq_lens={}".format(*row.rsplit("-", 1)) for row in rows}
-    of_rows = " ".join(dict.fromkeys(flags.values()))
+    rows = [part.split("@")[0].rsplit("-", 1) for part in parts]
+    flags = {"-".join(row): "--presets={} --seq_lens={}".format(*row) for row in rows}
+    presets, lengths = (",".join(dict.fromkeys(values)) for values in zip(*rows, strict=True))
+    of_rows = f"--presets={presets} --seq_lens={lengths}"
     shown = f"{command} {of_rows} \\\n  --topologies={','.join(chips)} --compiles=3"
     taking = f"{command} {{flags}} --topologies={{chip}}{layout} --compiles=3 --workdir={{folder}}"
     return Source(shown, parts, taking, "peers.json", flags)
@@ -174,7 +175,7 @@ SOURCES = {
     "step_32": _steps(32),
     "residuals_160m": _residuals("gpt2-160m", _CHIPS),
     "residuals_405m": _residuals("gpt2-405m", _CHIPS, without=("mean",)),
-    "peers": _peers(("llama-374m-2048@v5e",)),
+    "peers": _peers(("llama-374m-2048@v5e", "llama-1.2b-2048@v6e")),
     "peers_slice": _peers(("llama-374m-2048@v5e",), ":2x2"),
     "decode": _decode(
         _CHIPS,
