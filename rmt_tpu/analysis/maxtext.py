@@ -51,10 +51,13 @@ WEIGHTS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     {"default": {}, "joined": {"fused_qkv": True, "param_scan_axis": 0}}
 )
 
-# The compiler options that MaxText's own scripts set for Llama 2 7B on each chip.
+# The compiler options that MaxText's own scripts set for Llama 2 7B on each chip. The scripts fuse
+# collectives with other work on all chips, but libtpu 0.0.50 supports this only on v5e.
 _OVERLAP = {
     "xla_enable_async_all_gather": True,
     "xla_tpu_overlap_compute_collective_tc": True,
+}
+_FUSED = {
     "xla_tpu_enable_async_collective_fusion": True,
     "xla_tpu_enable_async_collective_fusion_multiple_steps": True,
     "xla_tpu_enable_async_collective_fusion_fuse_all_gather": True,
@@ -65,7 +68,7 @@ _DATA_PARALLEL = {
 }
 OPTIONS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     {
-        "v5e": _OVERLAP | _DATA_PARALLEL,
+        "v5e": _OVERLAP | _FUSED | _DATA_PARALLEL,
         "v5p": _OVERLAP
         | _DATA_PARALLEL
         | {
