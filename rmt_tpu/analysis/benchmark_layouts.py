@@ -85,7 +85,7 @@ def steps(*sources: Reports) -> str:
 def peer_steps(*sources: Reports) -> str:
     """Return a table of our train steps beside MaxText's, by `recipes.peer_report`."""
     rows = (row for reports in sources for report in reports.values() for row in report["rows"])
-    return peers.table(list(rows))
+    return peers.table(list(rows)) + "\n"
 
 
 def measured_steps(reports: Reports) -> str:

@@ -175,7 +175,7 @@ SOURCES = {
     "step_32": _steps(32),
     "residuals_160m": _residuals("gpt2-160m", _CHIPS),
     "residuals_405m": _residuals("gpt2-405m", _CHIPS, without=("mean",)),
-    "peers": _peers(("llama-374m-2048@v5e", "llama-1.2b-2048@v6e")),
+    "peers": _peers(("llama-374m-2048@v5e",)),
     "peers_slice": _peers(("llama-374m-2048@v5e",), ":2x2"),
     "decode": _decode(
         _CHIPS,
