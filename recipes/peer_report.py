@@ -112,9 +112,11 @@ def _rows() -> list[tuple[Any, Any]]:
 
 
 def _number(text: str) -> int:
-    if not (text.isascii() and text.isdigit() and 128 <= int(text[:9]) <= 2**20):
-        raise UsageError(f"--seq_lens={text} must be a whole number from 128 to 1,048,576")
-    return int(text)
+    """Return a sequence length, which the blocks of MaxText's attention have to divide."""
+    number = int(text) if text.isascii() and text.isdigit() and len(text) < 9 else 0
+    if not 128 <= number <= 2**20 or number & (number - 1):
+        raise UsageError(f"--seq_lens={text} must be a power of two from 128 to 1,048,576")
+    return number
 
 
 def _target(text: str) -> Any:

@@ -13,6 +13,7 @@ step is measured.
 import contextlib
 import dataclasses
 import hashlib
+import itertools
 import json
 import math
 import re
@@ -80,7 +81,7 @@ class Row:
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
-    """What a step is compiled with.
+    """The options with which a step is compiled.
 
     Attributes:
       remat: the policy of rematerialization.
@@ -183,13 +184,23 @@ def sweep(
       CompilerError: the compiler is missing, or it stopped without a result.
     """
     found: list[Step] = []
-    with contextlib.closing(_Compiler(row, side, target, folder)) as compiler:
-        for choice in _choices(side, found):
-            if len(found) == compiles:
-                break
-            found.append(compiler.step(choice))
+    request: dict[str, Any] = {"row": dataclasses.asdict(row), "side": side}
+    request["versions"] = versions() | {"maxtext": maxtext.VERSION}
+    request["commit"] = describe()["git_commit"]
+    # The worker starts its process when it compiles for the first time.
+    with contextlib.closing(Worker(target, buffers=True)) as worker:
+        for choice in itertools.islice(_choices(side, found), compiles):
+            asked = request | {"choice": dataclasses.asdict(choice)}
+            name = f"step-{_digest(asked)}.json"
+            if (kept := folder.read(name)) is not None:
+                step = step_from_json(json.loads(kept.data)["step"])
+            else:
+                step = _step_of(worker.compile(_job(row, side, target, choice)), choice, row)
+                text = json.dumps(asked | {"step": dataclasses.asdict(step)}, indent=1)
+                folder.write(name, f"{text}\n".encode())
+            found.append(step)
             if progress is not None:
-                progress(_line(row, side, found[-1]))
+                progress(_line(row, side, step))
     return found
 
 
@@ -210,48 +221,23 @@ def _choices(side: Side, found: list[Step]) -> Iterator[Choice]:
         yield dataclasses.replace((best or found[0]).choice, **change)
 
 
-class _Compiler:
-    """The compiler process of one side of a row, which starts when it is needed."""
+def _digest(request: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(request, sort_keys=True).encode()).hexdigest()[:16]
 
-    def __init__(self, row: Row, side: Side, target: Target, folder: Folder):
-        self._row, self._side, self._target, self._folder = row, side, target, folder
-        self._worker: Worker | None = None
 
-    def step(self, choice: Choice) -> Step:
-        row = dataclasses.asdict(self._row)
-        request = {"row": row, "side": self._side, "choice": dataclasses.asdict(choice)}
-        request["versions"] = versions() | {"maxtext": maxtext.VERSION}
-        request["commit"] = describe()["git_commit"]
-        digest = hashlib.sha256(json.dumps(request, sort_keys=True).encode()).hexdigest()
-        name = f"step-{digest[:16]}.json"
-        kept = self._folder.read(name)
-        if kept is not None:
-            return step_from_json(json.loads(kept.data)["step"])
-        if self._worker is None:
-            self._worker = Worker(self._target, buffers=True)
-        program = self._worker.compile(self._job(choice))
-        step = _step_of(program, choice, self._row)
-        text = json.dumps(request | {"step": dataclasses.asdict(step)}, indent=1)
-        self._folder.write(name, f"{text}\n".encode())
-        return step
-
-    def _job(self, choice: Choice) -> Job:
-        devices = math.prod(self._target.shape)
-        config = self._row.config(devices)
-        theirs = dict(maxtext.OPTIONS.get(self._target.name, {}))
-        both = choice.options == "both"
-        if self._side == "maxtext":
-            parts = choice.attention, choice.remat, choice.weights
-            values = maxtext.overrides_of(config, devices, *parts)
-            arguments = {"overrides": values, "options": theirs, "limit_vmem": both}
-            return Job(f"{maxtext.__name__}:lower", arguments, whole_topology=True)
-        config = overrides.apply(config, {"model.remat": choice.remat})
-        arguments = {"config": overrides.to_json(config), "options": theirs if both else {}}
-        return Job(f"{__name__}:lower_ours", arguments, whole_topology=True)
-
-    def close(self) -> None:
-        if self._worker is not None:
-            self._worker.close()
+def _job(row: Row, side: Side, target: Target, choice: Choice) -> Job:
+    devices = math.prod(target.shape)
+    config = row.config(devices)
+    theirs = dict(maxtext.OPTIONS[target.name])
+    both = choice.options == "both"
+    if side == "maxtext":
+        parts = choice.attention, choice.remat, choice.weights
+        values = maxtext.overrides_of(config, devices, *parts)
+        arguments = {"overrides": values, "options": theirs, "limit_vmem": both}
+        return Job(f"{maxtext.__name__}:lower", arguments, whole_topology=True)
+    config = overrides.apply(config, {"model.remat": choice.remat})
+    arguments = {"config": overrides.to_json(config), "options": theirs if both else {}}
+    return Job(f"{__name__}:lower_ours", arguments, whole_topology=True)
 
 
 def lower_ours(
@@ -324,7 +310,8 @@ def _line(row: Row, side: Side, step: Step) -> str:
 
 def row_json(row: Row, target: Target, steps: Mapping[Side, Sequence[Step]]) -> dict[str, Any]:
     """Return a row as JSON values: its steps, and the model FLOPs of a step on each device."""
-    config = row.config(devices := math.prod(target.shape))
+    devices = math.prod(target.shape)
+    config = row.config(devices)
     forward = resources.causal_flops_per_token(config.model, row.seq_len)
     flops = resources.train_flops(forward, row.batch_size * row.seq_len) / devices
     return dataclasses.asdict(row) | {
@@ -366,6 +353,11 @@ def ratio(row: Mapping[str, Any]) -> dict[str, float] | None:
     return {name: ours.seconds[name] / theirs.seconds[name] for name in MODELS}
 
 
+def _unknown(step: Step) -> str:
+    count = step.unknown_loops
+    return f"; {count} loops of unknown length count as one iteration" if count else ""
+
+
 def _steps(row: Mapping[str, Any], side: Side) -> list[Step]:
     return [step_from_json(step) for step in row["sides"][side]]
 
@@ -395,7 +387,7 @@ def _cells_of(row: Mapping[str, Any]) -> list[list[str]]:
                 f"{1e3 * best.attention_seconds:,.0f}",
                 sent,
                 f"{best.launches:,}",
-                f"{best.choice}; of {len(steps)}",
+                f"{best.choice}; of {len(steps)}{_unknown(best)}",
             ]
         )
     ratios = ratio(row)

@@ -103,15 +103,15 @@ class ModelConfig(Checked):
       compute_dtype: dtype of the matrix products; "auto" is bfloat16 on accelerators, float32 on
         CPU. Parameters are always float32.
       remat: what the backward pass recomputes within a layer: nothing ("none"), everything but
-        matrix products with weights and attention ("dots"), or everything but attention's result
-        and, in a vector store, the residual ("full"). "reversible" (only for a matrix store) keeps
-        the outputs of sublayers and rebuilds the residual from them, so that memory does not grow
-        with `key_dim`. Attention over depth, DenseFormer and MUDD have only "full" and "blocks".
-        "full" also keeps the bank of earlier outputs and the running sum before each layer.
-        "blocks" keeps only the bank, and runs the forward pass twice. For Block Attention Residuals
-        on a matrix store, "full" keeps the outputs of sublayers, which are smaller than the block
-        sums, and sums them again. "auto" is "reversible" for training an RMT without pipeline
-        stages, and otherwise "full".
+        attention's result and, in a vector store, the residual ("full"), or everything but these
+        and the products with weights in attention and feed-forward layers ("dots"). "reversible"
+        (only for a matrix store) keeps the outputs of sublayers and rebuilds the residual from
+        them, so that memory does not grow with `key_dim`. Attention over depth, DenseFormer and
+        MUDD have only "full" and "blocks". "full" also keeps the bank of earlier outputs and the
+        running sum before each layer. "blocks" keeps only the bank, and runs the forward pass
+        twice. For Block Attention Residuals on a matrix store, "full" keeps the outputs of
+        sublayers, which are smaller than the block sums, and sums them again. "auto" is
+        "reversible" for training an RMT without pipeline stages, and otherwise "full".
       kernels: how operations are computed on TPUs and GPUs. "auto" uses kernels on a TPU. On a GPU
         it uses cuDNN's attention, the kernel of grouped matrix products, and the kernels in a table
         of measured times. "xla" is plain JAX. "pallas" uses all kernels. "mosaic_gpu" is like

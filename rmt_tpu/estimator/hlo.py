@@ -38,8 +38,8 @@ _FREE_CALLS = re.compile(r'custom_call_target="(AllocateBuffer|ConcatBitcast)"')
 _MOVES = {"copy", "transpose", "reshape", "slice", "dynamic-slice", "dynamic-update-slice",
           "concatenate", "pad"}  # fmt: skip
 _SLICES = {"slice", "dynamic-slice", "gather"}
-# XLA divides some collectives over several fusions that do other work at the same time. Each of
-# these fusions contains the entire collective.
+# The opcodes of collectives. XLA divides some collectives over several fusions that do other work
+# at the same time. Each of these fusions contains the entire collective.
 COLLECTIVES = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute")
 # Matches an element of a fusion's result that is the same memory as one of its operands.
 _PASSED = re.compile(r"\{(\d+)\}: \(\d+, \{\}\)")

@@ -15,7 +15,8 @@ REFUSED = [
     ),
     (["--topologies=v5e:3x3"], "--topologies='v5e:3x3' is not a topology of v5e"),
     *later(
-        (["--seq_lens=64"], "--seq_lens=64 must be a whole number from 128 to 1,048,576"),
+        (["--seq_lens=64"], "--seq_lens=64 must be a power of two from 128 to 1,048,576"),
+        (["--seq_lens=3000"], "--seq_lens=3000 must be a power of two from 128 to 1,048,576"),
         (["--topologies=h100"], "--topologies 'h100' is unknown"),
         (["--presets="], "--presets= is empty; leave it out"),
     ),
@@ -28,7 +29,7 @@ def test_refused(flags, message):
 
 
 def test_maxtext_must_be_installed(tmp_path):
-    """On Python 3.11 it cannot be; on later versions, only the extra has it."""
+    """The command says whether MaxText is missing or this Python is too old for it."""
     hide = (
         "import importlib.util as u; find = u.find_spec; "
         "u.find_spec = lambda name, *more: None if name == 'maxtext' else find(name, *more)"
