@@ -1,4 +1,4 @@
-"""Wrappers around `pallas_call` that give names to a kernel's operands, and helpers for sizes."""
+"""Wrappers around `pallas_call` that name a kernel's operands, and helpers for kernels' code."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -247,6 +247,18 @@ def nbytes(x: Shaped) -> int:
 def widen(column: Array, width: int) -> Array:
     """Widen `column` [.., 128], whose last axis repeats one value, to [.., width]."""
     return jnp.concatenate([column] * (width // LANES), axis=-1)
+
+
+def made_ahead(units, make, use, ahead: int = 1) -> None:
+    """Call `use(unit, make(unit))` for each unit, but call `make` for `ahead` units in advance.
+
+    If `make` needs mostly the matrix units and `use` the vector units, both can then work at the
+    same time. The compiler does not move matrix products so far ahead by itself.
+    """
+    made = [make(unit) for unit in units[:ahead]]
+    for i, unit in enumerate(units):
+        made += [make(later) for later in units[i + ahead : i + ahead + 1]]
+        use(unit, made.pop(0))
 
 
 def round_up(n: int, multiple: int) -> int:

@@ -24,11 +24,15 @@ _TABLES_OF_ROWS = 4
 _TILE = 8
 # Maps the number of tokens per block to the cost of one logit, relative to the best block size. See
 # `_costs`.
-_BLOCKS = {1024: 1.0, 512: 1.04, 256: 1.9, 128: 2.5}
-# Approximate maximum number of logits that are processed together, and maximum number of query
-# heads.
-_ENTRIES = 2**21
+_BLOCKS = {1024: 1.0, 512: 1.1, 256: 1.55, 128: 2.5}
+# `MOST_HEADS`: the maximum number of query heads that are processed together. `_ENTRIES`: the
+# approximate maximum number of their logits. More heads take longer to compile.
 MOST_HEADS = 20
+_ENTRIES = {"attention_blocks_forward": 2**22, "attention_blocks_backward": 2**21}
+# `TILE`: the maximum number of queries in a tile of the forward pass, and of keys in a tile of the
+# backward pass. `PART`: the maximum number of keys whose weights are computed together in the
+# forward pass. These sizes have the shortest schedules on v5p and v6e.
+TILE, PART = 256, 512
 
 
 class Blocks(NamedTuple):
@@ -188,7 +192,7 @@ def default_blocks(
     For head-major arrays, the chosen blocks fit in VMEM (`KernelWork.fits`) if any blocks do. The
     arguments in `others` are ignored.
     """
-    each, (costs, alone) = heads // kv_heads, _costs(kernel, size)
+    each, (costs, alone) = heads // kv_heads, _costs(kernel)
 
     def work(blocks: Blocks) -> KernelWork:
         sizes = heads, kv_heads, size, value_size
@@ -198,40 +202,47 @@ def default_blocks(
         return rows == "size_major" or work(blocks).fits
 
     def of(tokens: int) -> Blocks:
-        # Prefer blocks with which one kernel call can process all queries. Then prefer many heads,
-        # because work on one head hides the latency of another.
-        most = min(MOST_HEADS, _ENTRIES // tokens**2)
+        # Prefer blocks with which one kernel call can process all queries. Only the gradients of
+        # queries, and size-major rows, limit this. Then prefer many heads, because work on one head
+        # hides the latency of another.
+        most = min(MOST_HEADS, _ENTRIES[kernel] // tokens**2)
         fitting = [Blocks(tokens, tokens, n) for n in divisors(kv_heads) if n * each <= most]
-        whole_span = [blocks for blocks in fitting if has_room(blocks) and work(blocks).span >= N]
-        return max(whole_span, default=Blocks(tokens, tokens, 1))
+        limited = rows == "size_major" or kernel.endswith("backward")
+        whole = lambda blocks: not limited or work(blocks).span >= N
+        return max(
+            (blocks for blocks in fitting if has_room(blocks) and whole(blocks)),
+            default=Blocks(tokens, tokens, 1),
+        )
 
     def cost(blocks: Blocks) -> float:
         tokens, count = blocks.queries, -(-N // blocks.queries)
-        waits = alone if blocks.heads * each == 1 else 1.0
+        waits = alone if blocks.heads * each == 1 and tokens <= 512 else 1.0
         # A block of queries sees all blocks of keys up to its own position, or only the blocks in
         # its window.
         in_window = count if window is None else -(-(window - 1) // tokens) + 1
         pairs = sum(min(n, in_window) for n in range(1, count + 1))
+        if window is None:
+            # On the diagonal, only tiles with a visible key are computed.
+            pairs -= count * (1 - min(TILE, tokens) / tokens) / 2
         return waits * costs[tokens] * tokens**2 * 2 * pairs
 
-    sizes = [t for t in _BLOCKS if each * t**2 <= _ENTRIES]
+    sizes = [t for t in _BLOCKS if each * t**2 <= _ENTRIES[kernel]]
     least = Blocks(min(_BLOCKS), min(_BLOCKS), 1)
     return min(filter(has_room, map(of, sizes)), key=cost, default=least)
 
 
-def _costs(kernel: str, size: int) -> tuple[dict[int, float], float]:
+def _costs(kernel: str) -> tuple[dict[int, float], float]:
     """Return a kernel's cost per logit for each block size, and a factor for blocks with one head.
 
-    The first result has the form of `_BLOCKS`. If a block has only one query head, its cost is
-    multiplied by the factor. The costs come from the schedules of TPU compilers: see
-    docs/benchmarks/kernels.md.
+    The first result has the form of `_BLOCKS`. If a block of at most 512 tokens has only one query
+    head, its cost is multiplied by the second. The costs come from the schedules of TPU compilers:
+    see docs/benchmarks/kernels.md.
     """
     backward = kernel.endswith("backward")
-    of_256, alone = (1.6, 1.45) if backward else (_BLOCKS[256], 1.3)
-    # On chips whose matrix units have 128 rows, blocks of 256 tokens cost less than in `_BLOCKS`,
-    # because smaller blocks compute fewer masked logits.
+    of_256, alone = (1.5, 1.75) if backward else (_BLOCKS[256], 1.3)
+    # On chips whose matrix units have 128 rows, blocks of 256 tokens cost less than in `_BLOCKS`.
     if target().chip.unit == LANES:
-        of_256, alone = 1.2 if backward or size >= LANES else of_256, 1.15
+        of_256, alone = 1.2 if backward else 1.3, 1.35
     return _BLOCKS | {256: of_256}, alone
 
 
@@ -263,5 +274,5 @@ KERNELS = tuned.register(
     Blocks,
     ("heads", "kv_heads", "size", "value_size", "dtype", "rows", "alibi", "segments"),
     _refused,
-    version=2,
+    version=3,
 )

@@ -18,6 +18,11 @@ key block is processed. This also limits the length of a span. Weights are recom
 log-sum-exps. The backward pass takes five matrix products per pair. Separate kernels for the
 gradients of queries and of keys would take seven.
 
+A pair is processed in tiles (`mosaic_tpu_masks.Tile`): a few queries with all their keys in the
+forward pass, and a few keys with all their queries in the backward pass. The logits of a tile are
+computed before the weights of the preceding tile, so that the matrix units and the vector units
+work at the same time. On the diagonal, tiles contain only what some query sees.
+
 Masks are applied only where they are needed: on the diagonal, at the end of a window, and in pairs
 with several segments. Pairs whose ranges of segment ids do not overlap are skipped.
 
@@ -37,7 +42,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels import operand
-from pallas_kernels.call import LANES, round_up, tpu_call, widen
+from pallas_kernels.call import LANES, made_ahead, round_up, tpu_call, widen
 from pallas_kernels.causal_attention import mosaic_tpu_pairs as pairs
 from pallas_kernels.causal_attention import mosaic_tpu_rows as of_rows
 from pallas_kernels.causal_attention.block_sizes import TABLES, Blocks, KernelWork
@@ -48,8 +53,16 @@ from pallas_kernels.causal_attention.interface import (
     kernel_logits,
     through_cap,
 )
+from pallas_kernels.causal_attention.mosaic_tpu_masks import (
+    BlockPair,
+    Mask,
+    Tile,
+    hide,
+    where_seen,
+)
 from pallas_kernels.causal_attention.mosaic_tpu_rows import Layout
 from pallas_kernels.products import LOG2_E, MASKED, dot, dot_columns, dot_rows
+from pallas_kernels.target import target
 
 
 class _BlocksCall(NamedTuple):
@@ -77,6 +90,16 @@ class _BlocksCall(NamedTuple):
     @property
     def size_major(self) -> bool:
         return self.work.rows == "size_major"
+
+    @property
+    def late_scale(self) -> bool:
+        """Whether the forward pass scales logits only after it subtracts their maximum.
+
+        They are then stored once less, which saves time on chips whose matrix units have 128 rows.
+        ALiBi and a cap need scaled logits.
+        """
+        unscaled = self.cap is None and not self.alibi
+        return target().chip.unit == LANES and unscaled and not self.by_keys
 
     @property
     def slots(self) -> int:
@@ -268,7 +291,7 @@ def _span_backward(operands: BlockOperands, log_sums, delta, d_out, blocks, inte
 
 
 def _forward_kernel(call: _BlocksCall, ref):
-    at = _BlockPair(ref)
+    at = BlockPair(ref)
     ref = _with_heads(call, ref, at)
 
     @pl.when(at.is_(pairs.FIRST))
@@ -277,22 +300,28 @@ def _forward_kernel(call: _BlocksCall, ref):
         ref["total"][...] = jnp.zeros_like(ref["total"])
         ref["sum"][...] = jnp.zeros_like(ref["sum"])
 
-    def attend(heads, masked: bool):
-        visible = _visible(call, ref, at) if masked else None
-        for head, own in heads:
-            v = ref["v"][0, own]
-            logits, _ = _logits(call, ref, at, head, own, visible)
-            previous = ref["largest"][head]
-            largest = jnp.maximum(previous, jnp.max(logits, axis=0, keepdims=True))
-            weights = jnp.exp2(logits - largest)
-            shrink = jnp.exp2(previous - largest)
-            total = jnp.sum(weights, axis=0, keepdims=True)
-            ref["largest"][head] = largest
-            ref["total"][head] = ref["total"][head] * shrink + total
-            mixed = dot(v, weights.astype(call.dtype))
-            ref["sum"][head] = ref["sum"][head] * shrink + mixed
+    unit = ref["scalars"][3] if call.late_scale else 1.0
 
-    _where_seen(call, ref, at, attend)
+    def attend(heads, mask: Mask):
+        def logits(tile: Tile):
+            return [_logits(call, ref, at, part, mask)[0] for part in tile.parts]
+
+        def mix(tile: Tile, logits):
+            here = tile.of_queries[1:]
+            largest = previous = ref["largest"][here]
+            for of_part in logits:
+                largest = jnp.maximum(largest, jnp.max(of_part, axis=0, keepdims=True))
+            shrink = jnp.exp2((previous - largest) * unit)
+            total, mixed = ref["total"][here] * shrink, ref["sum"][here] * shrink
+            for part, of_part in zip(tile.parts, logits, strict=True):
+                weights = jnp.exp2((of_part - largest) * unit)
+                total += jnp.sum(weights, axis=0, keepdims=True)
+                mixed += dot(ref["v"][part.of_keys], weights.astype(call.dtype))
+            ref["largest"][here], ref["total"][here], ref["sum"][here] = largest, total, mixed
+
+        made_ahead(mask.by_queries(call, heads), logits, mix)
+
+    where_seen(call, ref, at, functools.partial(_in_parts, call, attend))
 
     @pl.when(at.is_(pairs.LAST))
     def _():
@@ -301,14 +330,16 @@ def _forward_kernel(call: _BlocksCall, ref):
             # prevents a division by 0, so the output of such a query is 0 and not NaN.
             total = jnp.maximum(ref["total"][head], jnp.finfo(jnp.float32).tiny)
             ref["out"][0, head] = (ref["sum"][head] / total).astype(call.dtype)
-            largest = ref["largest"][head] - _left_out(call, ref, at, head)
+            whole = Tile(head, head, slice(None), slice(None))
+            largest = ref["largest"][head] * unit - _left_out(call, ref, at, whole)
+            largest = jnp.maximum(largest, jnp.finfo(jnp.float32).min)
             ref["log_sums"][0, head] = largest / LOG2_E + jnp.log(total)
         if call.size_major:
             of_rows.write_out(call.layout_out, ref)
 
 
 def _backward_kernel(call: _BlocksCall, ref):
-    at = _BlockPair(ref)
+    at = BlockPair(ref)
     ref = _with_heads(call, ref, at)
     scale = ref["scalars"][0]
 
@@ -321,21 +352,25 @@ def _backward_kernel(call: _BlocksCall, ref):
         ref["d_k_sum"][...] = jnp.zeros_like(ref["d_k_sum"])
         ref["d_v_sum"][...] = jnp.zeros_like(ref["d_v_sum"])
 
-    def attend(heads, masked: bool):
-        visible = _visible(call, ref, at) if masked else None
-        for head, own in heads:
-            q, k, v = ref["q"][0, head], ref["k"][0, own], ref["v"][0, own]
-            d_out = ref["d_out"][0, head]
-            log_sums = ref["log_sums"][0, head] * LOG2_E + _left_out(call, ref, at, head)
-            logits, tanh = _logits(call, ref, at, head, own, visible)
-            weights = jnp.exp2(logits - log_sums)
-            d_logits = weights * (dot_rows(v, d_out) - ref["delta"][0, head])
-            d_logits = through_cap(d_logits, tanh).astype(call.dtype)
-            ref["d_v_sum"][own] += dot_columns(d_out, weights.astype(call.dtype))
-            ref["d_k_sum"][own] += dot_columns(q, d_logits)
-            ref["d_q_sum"][at.query_block, head] += dot(k, d_logits)
+    def attend(heads, mask: Mask):
+        def products(tile: Tile):
+            return _logits(call, ref, at, tile, mask)
 
-    _where_seen(call, ref, at, attend)
+        def differentiate(tile: Tile, made):
+            logits, tanh = made
+            here, of_keys = tile.of_queries, tile.of_keys[1:]
+            log_sums = ref["log_sums"][here] * LOG2_E + _left_out(call, ref, at, tile)
+            weights = jnp.exp2(logits - log_sums)
+            d_weights = dot_rows(ref["v"][tile.of_keys], ref["d_out"][tile.of_queries])
+            d_logits = weights * (d_weights - ref["delta"][here])
+            d_logits = through_cap(d_logits, tanh).astype(call.dtype)
+            ref["d_v_sum"][of_keys] += dot_columns(ref["d_out"][here], weights.astype(call.dtype))
+            ref["d_k_sum"][of_keys] += dot_columns(ref["q"][here], d_logits)
+            ref["d_q_sum"][at.query_block, *here[1:]] += dot(ref["k"][tile.of_keys], d_logits)
+
+        made_ahead(mask.by_keys(call, heads), products, differentiate)
+
+    where_seen(call, ref, at, functools.partial(_in_parts, call, attend))
 
     if call.size_major:
 
@@ -356,19 +391,7 @@ def _backward_kernel(call: _BlocksCall, ref):
         ref["d_q"][0] = (ref["d_q_sum"][at.query_block] * scale).astype(call.dtype)
 
 
-class _BlockPair:
-    """The query block and the key block that a grid step processes, with their properties."""
-
-    def __init__(self, ref):
-        self.group, self.step = pl.program_id(1), pl.program_id(2)
-        self.kind = ref["kinds"][self.step]
-        self.query_block, self.key_block = ref["queries"][self.step], ref["keys"][self.step]
-
-    def is_(self, bit: int):
-        return (self.kind & bit) != 0
-
-
-def _with_heads(call: _BlocksCall, ref, at: _BlockPair):
+def _with_heads(call: _BlocksCall, ref, at: BlockPair):
     """Extract heads from size-major blocks, if they are not yet in scratch, and return all refs."""
     if not call.size_major:
         return ref
@@ -382,32 +405,13 @@ def _with_heads(call: _BlocksCall, ref, at: _BlockPair):
     return ref
 
 
-def _where_seen(call: _BlocksCall, ref, at: _BlockPair, attend) -> None:
-    """Run `attend(heads, masked)` for all heads, unless no query of the pair sees a key."""
-    attend = functools.partial(_in_parts, call, attend)
-    some, every = call.offset is not None or call.window is not None, pairs.all_masked(call)
-    if call.segments:
-        of = lambda name, block: (ref[name][0, 0, 2 * block + end] for end in range(2))
-        q_low, q_high = of("query_ranges", at.query_block)
-        k_low, k_high = of("key_ranges", at.key_block)
-        seen = (k_low <= q_high) & (q_low <= k_high)
-        alike = (q_low == q_high) & (k_low == k_high) & ~at.is_(pairs.MASKED)
-        pl.when(seen & alike)(functools.partial(attend, False))
-        pl.when(seen & ~alike)(functools.partial(attend, True))
-    elif not some or every:
-        attend(every)
-    else:
-        pl.when(at.is_(pairs.MASKED))(functools.partial(attend, True))
-        pl.when(~at.is_(pairs.MASKED))(functools.partial(attend, False))
-
-
-def _in_parts(call: _BlocksCall, attend, masked: bool) -> None:
+def _in_parts(call: _BlocksCall, attend, mask: Mask) -> None:
     """Run `attend` for all heads of the grid step, `blocks.heads` key heads at a time."""
     count, each = call.blocks.heads, call.each
 
     def part(n, _):
         owns = [n * count + own for own in range(count)]
-        attend([(own * each + i, own) for own in owns for i in range(each)], masked)
+        attend([(own * each + i, own) for own in owns for i in range(each)], mask)
         return 0
 
     if call.step == count:
@@ -416,70 +420,44 @@ def _in_parts(call: _BlocksCall, attend, masked: bool) -> None:
         jax.lax.fori_loop(0, call.step // count, part, 0)
 
 
-def _logits(call: _BlocksCall, ref, at: _BlockPair, head, own, visible):
-    """Return log2(e) times the logits [keys, queries], and the tanh that `kernel_logits` returns.
+def _logits(call: _BlocksCall, ref, at: BlockPair, tile: Tile, mask: Mask):
+    """Return a tile's logits [keys, queries], and the tanh that `kernel_logits` returns.
 
-    The logits are too large by the amount that `_left_out` returns.
+    The logits are log2(e) times those of the softmax, plus `_left_out`. With `late_scale`, the last
+    of `_scalars` times the logits is.
     """
     bq, bk, _ = call.blocks
-    q, k = ref["q"][0, head], ref["k"][0, own]
-    logits, tanh = kernel_logits(dot_rows(k, q), ref["scalars"][0], call.cap)
-    first_key, first_query = at.key_block * bk, at.query_block * bq
-    iota = functools.partial(jax.lax.broadcasted_iota, jnp.int32)
+    q, k = ref["q"][tile.of_queries], ref["k"][tile.of_keys]
+    if call.late_scale:
+        q = (q.astype(jnp.float32) * ref["scalars"][2]).astype(q.dtype)
+        logits, tanh = dot_rows(k, q), None
+    else:
+        logits, tanh = kernel_logits(dot_rows(k, q), ref["scalars"][0], call.cap)
     if call.alibi:
-        slope = _slope(call, ref, at, head)
+        iota = functools.partial(jax.lax.broadcasted_iota, jnp.int32)
+        slope = _slope(call, ref, at, tile.head)
         # Distances are float32, which is exact up to 2^24, because int32 products are slow.
-        between = first_key.astype(jnp.float32) - first_query.astype(jnp.float32)
-        between = between - ref["scalars"][1]
+        first_key = (at.key_block * bk + tile.keys.start).astype(jnp.float32)
+        between = first_key - (at.query_block * bq).astype(jnp.float32) - ref["scalars"][1]
         if _is_exact(call):
-            distance = (iota((bk, bq), 0) - iota((bk, bq), 1)).astype(jnp.float32) + between
-            logits += slope * distance
+            distance = iota(logits.shape, 0) - iota(logits.shape, 1) - tile.queries.start
+            logits += slope * (distance.astype(jnp.float32) + between)
         else:
-            column = iota((bk, LANES), 0).astype(jnp.float32) + between
-            logits += widen(slope * column, bq)
-    if visible is not None:
-        logits = jnp.where(visible, logits, MASKED)
-    return logits, tanh
-
-
-def _visible(call: _BlocksCall, ref, at: _BlockPair):
-    """Return a mask [keys, queries] of the keys that each query of the pair sees."""
-    bq, bk, _ = call.blocks
-    iota = functools.partial(jax.lax.broadcasted_iota, jnp.int32)
-    visible = None
-    if call.window is not None:
-        ahead = at.query_block * bq - at.key_block * bk
-        visible = iota((bk, bq), 1) - iota((bk, bq), 0) + ahead < call.window
-    if call.offset is not None:
-        # If all masked pairs have the same distance between query block and key block, it is a
-        # constant. The compiler then skips the masked logits.
-        behind = {
-            call.offset + i * bq - j * bk
-            for i in range(call.queries // bq)
-            for j in pairs.seen(call, i)
-            if pairs.is_masked(call, i, j)
-        }
-        between = call.offset + at.query_block * bq - at.key_block * bk
-        earlier = iota((bk, bq), 0) - iota((bk, bq), 1)
-        earlier = earlier <= (between if len(behind) != 1 or call.segments else behind.pop())
-        visible = earlier if visible is None else visible & earlier
-    if call.segments:
-        column = jnp.broadcast_to(ref["key_ids"][0], (LANES, bk)).T
-        same = widen(column, bq) == ref["query_ids"][0]
-        visible = same if visible is None else visible & same
-    return visible
+            column = iota((logits.shape[0], LANES), 0).astype(jnp.float32) + between
+            logits += widen(slope * column, logits.shape[1])
+    return hide(call, ref, at, tile, mask, logits), tanh
 
 
 def _is_exact(call: _BlocksCall) -> bool:
     return call.dtype == jnp.float32
 
 
-def _slope(call: _BlocksCall, ref, at: _BlockPair, head):
+def _slope(call: _BlocksCall, ref, at: BlockPair, head):
     first = at.group * (call.step * call.each)
     return ref["slopes"][first + head] * LOG2_E
 
 
-def _left_out(call: _BlocksCall, ref, at: _BlockPair, head):
+def _left_out(call: _BlocksCall, ref, at: BlockPair, tile: Tile):
     """Return the amount by which the logits are too large: a part of ALiBi that `_logits` omits.
 
     The omitted part is the slope times the query's index in its block. It depends only on the
@@ -488,8 +466,9 @@ def _left_out(call: _BlocksCall, ref, at: _BlockPair, head):
     """
     if not call.alibi or _is_exact(call):
         return 0.0
-    place = jax.lax.broadcasted_iota(jnp.int32, (1, call.blocks.queries), 1)
-    return _slope(call, ref, at, head) * place.astype(jnp.float32)
+    start, stop, _ = tile.queries.indices(call.blocks.queries)
+    place = jax.lax.broadcasted_iota(jnp.int32, (1, stop - start), 1) + start
+    return _slope(call, ref, at, tile.head) * place.astype(jnp.float32)
 
 
 # Functions that prepare and call the kernels -------------------------------------------------
@@ -627,8 +606,7 @@ def _shape_of_keys(B: int, call: _BlocksCall, size: int) -> jax.ShapeDtypeStruct
 def _inputs(call: _BlocksCall, operands: BlockOperands):
     q, k, v = operands[:3]
     shift = (call.offset or 0) if operands.shift is None else operands.shift
-    scalars = jnp.stack([jnp.asarray(x, jnp.float32).reshape(()) for x in (operands.scale, shift)])
-    inputs = {"scalars": operand.in_smem(scalars)}
+    inputs = {"scalars": operand.in_smem(_scalars(operands.scale, shift))}
     if call.size_major:
         B, D, _, N = q.array.shape
         parts = q.array.reshape(B, D, call.work.parts, -1, N)
@@ -662,6 +640,19 @@ def _inputs(call: _BlocksCall, operands: BlockOperands):
             "key_ranges": _ranges(of_keys, bk),
         }
     return inputs
+
+
+def _scalars(scale, shift) -> Float[Array, "4"]:
+    """Return the scale, the shift, and two factors whose product is log2(e) times the scale.
+
+    The first factor is a power of two, with the sign of the scale, so that products with it are
+    exact. The second is from 1 to 2.
+    """
+    scale, shift = (jnp.asarray(x, jnp.float32).reshape(()) for x in (scale, shift))
+    fraction, exponent = jnp.frexp(scale * LOG2_E)
+    rest = jnp.where(fraction == 0, 1, 2 * jnp.abs(fraction))
+    power = jnp.ldexp(jnp.sign(fraction), exponent - 1)
+    return jnp.stack([scale, shift, power, rest])
 
 
 def _ranges(ids: Int[Array, "B N"], block: int) -> tuple[Int[Array, "B 1 n"], pl.BlockSpec]:

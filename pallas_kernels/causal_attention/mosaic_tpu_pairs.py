@@ -54,6 +54,23 @@ def all_masked(call: Any) -> bool:
     return all(is_masked(call, i, j) for i in blocks for j in seen(call, i))
 
 
+def masked_distance(call: Any) -> int | None:
+    """Return the position of the first query minus that of the first key in all masked pairs.
+
+    The result is None if this distance is not the same for all pairs, or if there is a window.
+    """
+    if call.offset is None or call.window is not None:
+        return None
+    bq, bk, _ = call.blocks
+    found = {
+        call.offset + i * bq - j * bk
+        for i in range(call.queries // bq)
+        for j in seen(call, i)
+        if is_masked(call, i, j)
+    }
+    return found.pop() if len(found) == 1 else None
+
+
 def tables(call: Any) -> dict[str, np.ndarray]:
     """Return tables that map each grid step to its pair of a query block and a key block.
 

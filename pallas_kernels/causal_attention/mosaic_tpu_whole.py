@@ -25,7 +25,7 @@ from jaxtyping import Array, Float
 
 from pallas_kernels import operand, tuned
 from pallas_kernels.arguments import StackSlice
-from pallas_kernels.call import LANES, largest_divisor, round_up, tpu_call
+from pallas_kernels.call import LANES, largest_divisor, made_ahead, round_up, tpu_call
 from pallas_kernels.causal_attention.interface import (
     AttentionOperands,
     Cap,
@@ -187,11 +187,13 @@ def _forward_kernel(call: _WholeCall, ref):
         heads = _each_head(call, groups, *(("qkv", part) for part in range(3)), ref=ref)
         outs, log_sums = ([[] for _ in heads] for _ in range(2))
 
-        def logits(n, start):
+        def logits(unit):
+            n, start = unit
             head, q, k, _ = heads[n]
             return _logits(call, ref, head, q, k, start)[0]
 
-        def mix(n, start, logits):
+        def mix(unit, logits):
+            n, start = unit
             *_, v = heads[n]
             largest = jnp.max(logits, axis=0, keepdims=True)
             weights = jnp.exp2(logits - largest)
@@ -199,7 +201,7 @@ def _forward_kernel(call: _WholeCall, ref):
             outs[n].append(dot(v[:, call.seen(start)], weights.astype(call.dtype)) / total)
             log_sums[n].append(largest / LOG2_E + jnp.log(total))
 
-        _each_ahead(call, len(heads), logits, mix)
+        made_ahead(_units(call, heads), logits, mix, _AHEAD)
         _write_each_head(call, ref, "out", 0, groups, [jnp.concatenate(x, axis=1) for x in outs])
         for (head, *_), parts in zip(heads, log_sums, strict=True):
             # Write whole rows, because Mosaic cannot write a part of a row at a dynamic offset.
@@ -222,13 +224,15 @@ def _backward_kernel(call: _WholeCall, ref):
         of_rows, d_q = [], [[] for _ in heads]
         d_k, d_v = ([zeros] * len(heads) for _ in range(2))
 
-        def products(n, start):
+        def products(unit):
+            n, start = unit
             head, q, k, v, _, d_out = heads[n]
             end = start + call.queries
             d_weights = dot_rows(v[:, call.seen(start)], d_out[:, start:end])
             return _logits(call, ref, head, q, k, start), d_weights
 
-        def differentiate(n, start, made):
+        def differentiate(unit, made):
+            n, start = unit
             head, q, k, _, out, d_out = heads[n]
             ((logits, tanh), d_weights), end = made, start + call.queries
             if start == 0:
@@ -246,7 +250,7 @@ def _backward_kernel(call: _WholeCall, ref):
             narrow = weights.astype(call.dtype)
             d_v[n] += jnp.pad(dot_columns(d_out[:, start:end], narrow), rest)
 
-        _each_ahead(call, len(heads), products, differentiate)
+        made_ahead(_units(call, heads), products, differentiate, _AHEAD)
         # The gradients overwrite the operands, which no later group of heads reads.
         gradients = [jnp.concatenate(x, axis=1) for x in d_q], d_k, d_v
         for part, gradient in enumerate(gradients):
@@ -256,17 +260,9 @@ def _backward_kernel(call: _WholeCall, ref):
     _deliver(call, ref, "d_qkv", "qkv", 3 * call.heads)
 
 
-def _each_ahead(call: _WholeCall, heads: int, make, use):
-    """Run `use(n, start, made)` for each head n and each block of queries, which begins at `start`.
-
-    `made` is the result of `make(n, start)`, which is called `_AHEAD` iterations in advance. The
-    matrix units can then compute the next logits while the vector unit processes the current ones.
-    """
-    units = [(n, start) for n in range(heads) for start in range(0, call.length, call.queries)]
-    made = [make(*unit) for unit in units[:_AHEAD]]
-    for i, unit in enumerate(units):
-        made += [make(*later) for later in units[i + _AHEAD : i + _AHEAD + 1]]
-        use(*unit, made.pop(0))
+def _units(call: _WholeCall, heads: list) -> list[tuple[int, int]]:
+    """Return the pairs of the number of a head and the first query of a block of queries."""
+    return [(n, start) for n in range(len(heads)) for start in range(0, call.length, call.queries)]
 
 
 def _logits(call: _WholeCall, ref, head, q, k, start):

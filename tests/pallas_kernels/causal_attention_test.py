@@ -178,6 +178,41 @@ class TestTablesInSpans(Battery):
         super().test_equals_numpy(case)
 
 
+LARGE = [  # Several tiles a block, some of which no query sees.
+    over_blocks((1, 700, 2, 8), 2, "bfloat16", Blocks(512, 512, 2), segments=True),
+    over_blocks((1, 1024, 2, 8), 1, "float32", Blocks(512, 512, 1)),
+    over_blocks((1, 900, 1, 8), 1, "float32", Blocks(1024, 1024, 1), alibi=True, segments=True),
+    over_blocks((1, 384, 2, 8), 2, "bfloat16", Blocks(128, 128, 2), rows="size_major"),
+]
+
+
+class TestLargeBlocks(Battery):
+    module = mosaic_tpu
+    cases = by_tier(LARGE, LARGE[1])
+
+
+class TestLateScale(Battery):
+    """On chips whose matrix units have 128 rows, logits are scaled after their maximum."""
+
+    module = mosaic_tpu
+    cases = by_tier(LARGE, LARGE[0], LARGE[3])
+
+    def test_equals_numpy(self, case):
+        with lowering_for("TPU v5 lite"):
+            super().test_equals_numpy(case)
+
+    @pytest.mark.parametrize("scale", [0.0, -0.7])
+    def test_any_scale_hides_what_is_not_visible(self, scale):
+        case = LARGE[1]
+        qkv, d_out, options = arguments(*case.shape, case.dtype, kv_heads=1)
+        options |= {"scale": scale}
+        with lowering_for("TPU v5 lite"):
+            arrays = jax.tree.map(jnp.asarray, (qkv, d_out, options))
+            got = by_kernels(mosaic_tpu, *arrays, kv_heads=1, **dict(case.options))
+        want = numpy_attention(qkv, d_out, **options, kv_heads=1)
+        assert_close(got, want, TOLERANCE["float32"])
+
+
 SIZE_MAJOR = [  # batch, length, heads, size; heads of keys; dtype; blocks; alibi, segments
     ((1, 200, 2, 8), 2, "bfloat16", Blocks(128, 128, 1), True, True),
     ((1, 384, 8, 8), 8, "bfloat16", Blocks(128, 128, 4), True, True),
@@ -354,10 +389,10 @@ def test_kernels_over_blocks_compile_for_tpu(target, length, heads, kv_heads, si
 
 @pytest.mark.compile
 def test_many_pairs_of_small_blocks_compile_for_tpu():
-    """Sixteen query heads per key head make blocks small, and their table of pairs large."""
+    """Thirty-two query heads per key head make blocks small, and their table of pairs large."""
     (device, *_) = topologies.get_topology_desc(platform="tpu", topology_name="v5e:2x2").devices
     place = jax.sharding.SingleDeviceSharding(device)
-    qkv = jax.ShapeDtypeStruct((1, 131072, 18, 64), jnp.bfloat16, sharding=place)
+    qkv = jax.ShapeDtypeStruct((1, 131072, 34, 64), jnp.bfloat16, sharding=place)
     attend = lambda qkv: causal_attention(qkv, scale=0.1, kv_heads=1, rows="head_major")
     compiled = jax.jit(attend).lower(qkv).compile()
     assert compiled.as_text().count('custom_call_target="tpu_custom_call"') == 4
@@ -366,14 +401,16 @@ def test_many_pairs_of_small_blocks_compile_for_tpu():
 @pytest.mark.parametrize(
     "kind, op, heads, size, tokens, blocks",
     [
-        ("TPU v5 lite", "backward", (16, 4), 64, 512, (256, 256, 4)),
-        ("TPU v5 lite", "forward", (16, 4), 64, 512, (512, 512, 2)),
+        ("TPU v5 lite", "backward", (16, 4), 64, 512, (512, 512, 2)),
+        ("TPU v5 lite", "backward", (16, 4), 64, 768, (256, 256, 4)),
+        ("TPU v5 lite", "forward", (16, 4), 64, 512, (512, 512, 4)),
         ("TPU v5", "forward", (17, 17), 192, 512, (256, 256, 17)),
-        ("TPU v5", "forward", (16, 16), 192, 2048, (512, 512, 8)),
+        ("TPU v5", "forward", (16, 16), 192, 1536, (512, 512, 8)),
+        ("TPU v5", "forward", (16, 16), 192, 2048, (1024, 1024, 4)),
         ("TPU v6 lite", "backward", (16, 16), 192, 512, (512, 512, 8)),
         ("TPU7x", "backward", (17, 17), 192, 512, (256, 256, 17)),
         ("TPU7x", "forward", (17, 17), 192, 512, (512, 512, 1)),
-        ("TPU v5", "forward", (16, 16), 64, 32768, (1024, 1024, 2)),
+        ("TPU v5", "forward", (16, 16), 64, 32768, (1024, 1024, 4)),
     ],
 )
 def test_blocks_are_small_where_a_short_sequence_wastes_less(kind, op, heads, size, tokens, blocks):

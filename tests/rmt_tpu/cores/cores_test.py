@@ -192,6 +192,7 @@ GEMMA = (
 )
 
 
+@pytest.mark.slow
 def test_a_tiny_gemma2_with_kernels_is_the_one_without():
     """TPU kernels are interpreted, forward and backward; so are those of a prompt."""
     options = {"embedding_scale": 12**0.5, "logit_cap": 0.7, "norm": "rmsnorm"}
