@@ -222,13 +222,29 @@ def default_blocks(
         in_window = count if window is None else -(-(window - 1) // tokens) + 1
         pairs = sum(min(n, in_window) for n in range(1, count + 1))
         if window is None:
-            # On the diagonal, only tiles with a visible key are computed.
-            pairs -= count * (1 - min(TILE, tokens) / tokens) / 2
+            pairs *= computed_share(blocks, N)
         return waits * costs[tokens] * tokens**2 * 2 * pairs
 
     sizes = [t for t in _BLOCKS if each * t**2 <= _ENTRIES[kernel]]
     least = Blocks(min(_BLOCKS), min(_BLOCKS), 1)
     return min(filter(has_room, map(of, sizes)), key=cost, default=least)
+
+
+def computed_share(blocks: Blocks, tokens: int) -> float:
+    """Return the share of the logits of its pairs that a kernel without a window computes.
+
+    In a pair on the diagonal, a tile has only those keys and queries of which some are visible to
+    each other (see `mosaic_tpu_masks.Mask`). The schedule of a kernel does not show this.
+
+    Args:
+      blocks: the block sizes of the kernel.
+      tokens: the number of tokens per sequence.
+    """
+    size, count = blocks.queries, -(-tokens // blocks.queries)
+    if blocks.keys != size:
+        return 1.0
+    left_out = (1 - min(TILE, size) / size) / 2
+    return 1 - left_out * count / (count * (count + 1) / 2)
 
 
 def _costs(kernel: str) -> tuple[dict[int, float], float]:

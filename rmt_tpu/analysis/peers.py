@@ -1,9 +1,9 @@
 """Estimates of our train step beside MaxText's, for the same Llama, batch and TPUs.
 
 Both steps are compiled by the same compiler for TPUs that need not be present, and their costs are
-estimated in the same way (see `step_cost`), with one correction. The schedules of MaxText's
-attention kernels contain the blocks above the diagonal, which the kernels skip. Only the share of
-the other blocks counts.
+estimated in the same way (see `step_cost`), with one correction. The schedules of attention kernels
+contain work above the diagonal that the kernels skip: MaxText's whole blocks, ours also parts of
+the blocks on the diagonal. Only the share of the other work counts.
 
 Several choices of rematerialization, compiler options, weights and attention kernels are tried on
 each side, and the fastest step counts. Each choice changes one thing of the fastest step so far. No
@@ -23,6 +23,8 @@ from typing import Any, Literal
 import jax
 
 import sharding
+from pallas_kernels import tuned
+from pallas_kernels.causal_attention.block_sizes import Blocks, computed_share
 from rmt_tpu import cost as resources
 from rmt_tpu.analysis import maxtext
 from rmt_tpu.analysis.prompt import sizes_of
@@ -251,11 +253,19 @@ def lower_ours(
       options: compiler options that are set in addition to our own.
 
     Returns:
-      The lowered step, and the result of `sizes_of` for its mesh.
+      The lowered step; and the result of `sizes_of` for its mesh, with the shares of attention
+      kernels' work that is computed, by the names of the kernels.
     """
     values = overrides.from_json(RunConfig, config)
     mesh = sharding.make_mesh(values.train.mesh, devices)
-    return maxtext.WithOptions(lower_config(values, devices), options), sizes_of(mesh)
+    with tuned.collecting() as looks:
+        lowered = lower_config(values, devices)
+    shares = {
+        look.kernel.name: computed_share(look.chosen, look.tokens)
+        for look in looks
+        if isinstance(look.chosen, Blocks)
+    }
+    return maxtext.WithOptions(lowered, options), sizes_of(mesh) | {"shares": shares}
 
 
 def step_from_json(values: Mapping[str, Any]) -> Step:
@@ -278,6 +288,8 @@ def _step_of(program: Program | Failure, choice: Choice, row: Row) -> Step:
         share = 1.0
         if of_attention and choice.attention:
             share = maxtext.computed_share(instruction.name, choice.attention, row.seq_len)
+        elif of_attention:
+            share = program.info["shares"].get(instruction.name.split(".")[0], 1.0)
         for name in MODELS:
             cycles[name] += share * instruction.by_model[name]
         attention += share * instruction.cycles if of_attention else 0.0

@@ -1,6 +1,7 @@
 """Blocks of attention that rules choose fit the chip that is lowered for, and are right."""
 
 import itertools
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -8,6 +9,7 @@ import pytest
 
 from pallas_kernels.causal_attention import block_sizes, mosaic_tpu
 from pallas_kernels.causal_attention.interface import AttentionOperands, ResultsAndCotangent
+from pallas_kernels.causal_attention.mosaic_tpu_masks import Mask
 from pallas_kernels.target import lowering_for
 from tests.pallas_kernels.causal_attention_battery import Battery, Case
 from tests.tiers import later
@@ -45,6 +47,24 @@ def test_what_no_block_fits_is_refused_in_a_line():
     why = "128 query heads of size 256 per key head: a block does not fit in VMEM"
     assert refused(128, 256) == why
     assert refused(64, 128, "TPU v4") is not None and refused(64, 128) is None
+
+
+@pytest.mark.parametrize("size", [128, 256, 512, 1024])
+@pytest.mark.parametrize("tokens", [1024, 3072])
+def test_the_share_that_is_computed_is_that_of_the_tiles(size, tokens):
+    blocks = block_sizes.Blocks(size, size, 1)
+    call, count = SimpleNamespace(blocks=blocks), tokens // size
+    entries = lambda tiles: sum(
+        (x.keys.stop - x.keys.start) * (x.queries.stop - x.queries.start) for x in tiles
+    )
+    share = block_sizes.computed_share(blocks, tokens)
+    for tiles in (Mask.by_queries, Mask.by_keys):
+        whole, diagonal = (
+            entries(tiles(mask, call, [(0, 0)])) for mask in (Mask(), Mask(True, ahead=0))
+        )
+        assert whole == size**2
+        pairs = count * (count + 1) / 2
+        assert share * pairs * whole == count * diagonal + (pairs - count) * whole
 
 
 class TestByDefault(Battery):
