@@ -649,9 +649,11 @@ def _scalars(scale, shift) -> Float[Array, "4"]:
     exact. The second is from 1 to 2.
     """
     scale, shift = (jnp.asarray(x, jnp.float32).reshape(()) for x in (scale, shift))
-    fraction, exponent = jnp.frexp(scale * LOG2_E)
-    rest = jnp.where(fraction == 0, 1, 2 * jnp.abs(fraction))
-    power = jnp.ldexp(jnp.sign(fraction), exponent - 1)
+    product = scale * LOG2_E
+    # The sign and the exponent of a float32 are its first nine bits.
+    bits = jax.lax.bitcast_convert_type(product, jnp.int32) & jnp.int32(-(2**23))
+    power = jax.lax.bitcast_convert_type(bits, jnp.float32)
+    rest = jnp.where(power == 0, 1, product / jnp.where(power == 0, 1, power))
     return jnp.stack([scale, shift, power, rest])
 
 

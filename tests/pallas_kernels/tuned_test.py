@@ -281,7 +281,7 @@ SOURCES = {
     ),
     ("tpu", "attention_blocks"): (
         3,
-        "cf94256c5227985a",
+        "c2e40dff13647bd6",
         "mosaic_tpu_blocks.py",
         "mosaic_tpu_masks.py",
         "mosaic_tpu_pairs.py",
