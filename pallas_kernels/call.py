@@ -249,7 +249,7 @@ def widen(column: Array, width: int) -> Array:
     return jnp.concatenate([column] * (width // LANES), axis=-1)
 
 
-def made_ahead(units, make, use, ahead: int = 1) -> None:
+def software_pipeline(units, make, use, ahead: int = 1) -> None:
     """Call `use(unit, make(unit))` for each unit, but call `make` for `ahead` units in advance.
 
     If `make` needs mostly the matrix units and `use` the vector units, both can then work at the

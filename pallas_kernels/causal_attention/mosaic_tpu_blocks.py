@@ -42,7 +42,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels import operand
-from pallas_kernels.call import LANES, made_ahead, round_up, tpu_call, widen
+from pallas_kernels.call import LANES, round_up, software_pipeline, tpu_call, widen
 from pallas_kernels.causal_attention import mosaic_tpu_pairs as pairs
 from pallas_kernels.causal_attention import mosaic_tpu_rows as of_rows
 from pallas_kernels.causal_attention.block_sizes import TABLES, Blocks, KernelWork
@@ -57,7 +57,7 @@ from pallas_kernels.causal_attention.mosaic_tpu_masks import (
     BlockPair,
     Mask,
     Tile,
-    hide,
+    apply_mask,
     where_seen,
 )
 from pallas_kernels.causal_attention.mosaic_tpu_rows import Layout
@@ -319,7 +319,7 @@ def _forward_kernel(call: _BlocksCall, ref):
                 mixed += dot(ref["v"][part.of_keys], weights.astype(call.dtype))
             ref["largest"][here], ref["total"][here], ref["sum"][here] = largest, total, mixed
 
-        made_ahead(mask.by_queries(call, heads), logits, mix)
+        software_pipeline(mask.by_queries(call, heads), logits, mix)
 
     where_seen(call, ref, at, functools.partial(_in_parts, call, attend))
 
@@ -368,7 +368,7 @@ def _backward_kernel(call: _BlocksCall, ref):
             ref["d_k_sum"][of_keys] += dot_columns(ref["q"][here], d_logits)
             ref["d_q_sum"][at.query_block, *here[1:]] += dot(ref["k"][tile.of_keys], d_logits)
 
-        made_ahead(mask.by_keys(call, heads), products, differentiate)
+        software_pipeline(mask.by_keys(call, heads), products, differentiate)
 
     where_seen(call, ref, at, functools.partial(_in_parts, call, attend))
 
@@ -423,8 +423,8 @@ def _in_parts(call: _BlocksCall, attend, mask: Mask) -> None:
 def _logits(call: _BlocksCall, ref, at: BlockPair, tile: Tile, mask: Mask):
     """Return a tile's logits [keys, queries], and the tanh that `kernel_logits` returns.
 
-    The logits are log2(e) times those of the softmax, plus `_left_out`. With `late_scale`, the last
-    of `_scalars` times the logits is.
+    The logits are log2(e) times those of the softmax, plus `_left_out`. With `late_scale`, the
+    caller still has to multiply them by the last of `_scalars`.
     """
     bq, bk, _ = call.blocks
     q, k = ref["q"][tile.of_queries], ref["k"][tile.of_keys]
@@ -445,7 +445,7 @@ def _logits(call: _BlocksCall, ref, at: BlockPair, tile: Tile, mask: Mask):
         else:
             column = iota((logits.shape[0], LANES), 0).astype(jnp.float32) + between
             logits += widen(slope * column, logits.shape[1])
-    return hide(call, ref, at, tile, mask, logits), tanh
+    return apply_mask(call, ref, at, tile, mask, logits), tanh
 
 
 def _is_exact(call: _BlocksCall) -> bool:

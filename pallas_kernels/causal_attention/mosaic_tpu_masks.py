@@ -138,7 +138,7 @@ def _not(condition):
     return not condition if isinstance(condition, bool) else ~condition
 
 
-def hide(
+def apply_mask(
     call: Any, ref, at: BlockPair, tile: Tile, mask: Mask, logits: Float[Array, "keys queries"]
 ) -> Float[Array, "keys queries"]:
     """Replace the logits of keys that a query does not see with `MASKED`."""

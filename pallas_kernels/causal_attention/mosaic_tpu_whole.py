@@ -25,7 +25,7 @@ from jaxtyping import Array, Float
 
 from pallas_kernels import operand, tuned
 from pallas_kernels.arguments import StackSlice
-from pallas_kernels.call import LANES, largest_divisor, made_ahead, round_up, tpu_call
+from pallas_kernels.call import LANES, largest_divisor, round_up, software_pipeline, tpu_call
 from pallas_kernels.causal_attention.interface import (
     AttentionOperands,
     Cap,
@@ -201,7 +201,7 @@ def _forward_kernel(call: _WholeCall, ref):
             outs[n].append(dot(v[:, call.seen(start)], weights.astype(call.dtype)) / total)
             log_sums[n].append(largest / LOG2_E + jnp.log(total))
 
-        made_ahead(_units(call, heads), logits, mix, _AHEAD)
+        software_pipeline(_units(call, heads), logits, mix, _AHEAD)
         _write_each_head(call, ref, "out", 0, groups, [jnp.concatenate(x, axis=1) for x in outs])
         for (head, *_), parts in zip(heads, log_sums, strict=True):
             # Write whole rows, because Mosaic cannot write a part of a row at a dynamic offset.
@@ -250,7 +250,7 @@ def _backward_kernel(call: _WholeCall, ref):
             narrow = weights.astype(call.dtype)
             d_v[n] += jnp.pad(dot_columns(d_out[:, start:end], narrow), rest)
 
-        made_ahead(_units(call, heads), products, differentiate, _AHEAD)
+        software_pipeline(_units(call, heads), products, differentiate, _AHEAD)
         # The gradients overwrite the operands, which no later group of heads reads.
         gradients = [jnp.concatenate(x, axis=1) for x in d_q], d_k, d_v
         for part, gradient in enumerate(gradients):

@@ -192,7 +192,7 @@ class TestLargeBlocks(Battery):
 
 
 class TestLateScale(Battery):
-    """On chips whose matrix units have 128 rows, logits are scaled after their maximum."""
+    """Kernels for chips with matrix units of 128 rows scale logits after their maximum is known."""
 
     module = mosaic_tpu
     cases = by_tier(LARGE, LARGE[0], LARGE[3])

@@ -274,14 +274,14 @@ SOURCES = {
     ),
     ("tpu", "attention"): (
         2,
-        "982f55b2758a6e9c",
+        "375181c5a587dff7",
         "mosaic_tpu_whole.py",
         "mosaic_tpu_rows.py",
         "../products.py",
     ),
     ("tpu", "attention_blocks"): (
         3,
-        "c2e40dff13647bd6",
+        "11bb36656901bdcf",
         "mosaic_tpu_blocks.py",
         "mosaic_tpu_masks.py",
         "mosaic_tpu_pairs.py",
