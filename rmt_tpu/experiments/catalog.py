@@ -194,6 +194,12 @@ EXPERIMENTS = {
             plan=depth.plan,
         ),
         Experiment(
+            "depth-other-text",
+            "the models of 16 layers on another text, with the rates found on the first",
+            "in neither paper at this size",
+            plan=depth.other_text,
+        ),
+        Experiment(
             "depth-rate",
             "learning-rate factors of attention over depth at two depths and two batch sizes",
             "in neither paper",

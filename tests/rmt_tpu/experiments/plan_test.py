@@ -3,6 +3,7 @@
 import jax
 import pytest
 
+from rmt_tpu.config import overrides
 from rmt_tpu.experiments import catalog, depth, plan, residual_size, trained, wide_residuals
 from rmt_tpu.experiments.catalog import EXPERIMENTS
 from rmt_tpu.training import run
@@ -41,7 +42,8 @@ def test_a_plan_is_whole(name, scale):
             assert plan.tokens(arm.config) == plan.tokens(other.config)
     used = {search for arm in of.arms for search in of.searches_of(arm)}
     assert used == set(of.searches) or not names
-    assert all(of.searches_of(arm) for arm in of.arms) or scale == "paper" or name == "cores"
+    fixed = scale == "paper" or name in ("cores", "depth-other-text")
+    assert all(of.searches_of(arm) for arm in of.arms) or fixed
     for search in of.searches.values():
         assert len(search.points) > 2 and not {*search.seeds} & {*of.seeds} or search.seeds == (0,)
     assert {*of.registered} <= {arm.name for arm in of.arms if arm.against}
@@ -122,6 +124,19 @@ def test_arms_of_a_depth_differ_in_what_mixes_alone():
     assert {layers: 2 * layers // size for layers, size in blocks.items()} == {
         4: 4, 8: 8, 16: 8, 32: 8,
     }  # fmt: skip
+
+
+@pytest.mark.parametrize("scale", ["tiny", "paper"])
+def test_another_text_is_read_by_the_same_models_at_rates_that_were_searched(scale):
+    of, first = depth.other_text(scale), depth.plan(scale)
+    searched = {arm.name: arm for arm in first.arms}
+    assert len(of.arms) == 4 and not of.searches and len(of.registered) == 3
+    for arm in of.arms:
+        same = searched[arm.name.removesuffix("-other-text")]
+        assert (arm.config.model, arm.config.data) == (same.config.model, same.config.data)
+        assert arm.against in (None, f"{same.against}-other-text") and of.seeds == first.seeds
+        tried = [overrides.apply(same.config, p) for p in first.searches[same.name].points]
+        assert arm.config in tried
 
 
 def test_rate_factors_are_searched_at_two_depths_and_two_batch_sizes():
