@@ -52,6 +52,7 @@ Side = Literal["maxtext", "rmt_tpu"]
 SIDES: tuple[Side, ...] = ("maxtext", "rmt_tpu")
 _ATTENTION = re.compile("attention|splash")
 _NO_MEMORY = "RESOURCE_EXHAUSTED"
+_TOO_LARGE = "does not fit in memory"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -170,8 +171,8 @@ def sweep(
 ) -> list[Step]:
     """Compile the steps of one side of a row, and return them in order.
 
-    Each outcome is kept in the folder. The next call takes it from there if the commit and the
-    versions are the same.
+    Each outcome is kept in the folder, except failures for other reasons than memory. The next call
+    takes it from there if the commit and the versions are the same.
 
     Args:
       row: the model, batch and topology.
@@ -183,7 +184,8 @@ def sweep(
 
     Raises:
       UsageError: MaxText cannot train the model.
-      CompilerError: the compiler is missing, or it stopped without a result.
+      CompilerError: the compiler is missing, or it stopped without a result; or all choices failed,
+        at least one of them for another reason than memory.
     """
     found: list[Step] = []
     request: dict[str, Any] = {"row": dataclasses.asdict(row), "side": side}
@@ -198,11 +200,15 @@ def sweep(
                 step = step_from_json(json.loads(kept.data)["step"])
             else:
                 step = _step_of(worker.compile(_job(row, side, target, choice)), choice, row)
-                text = json.dumps(asked | {"step": dataclasses.asdict(step)}, indent=1)
-                folder.write(name, f"{text}\n".encode())
+                if step.fault in ("", _TOO_LARGE):
+                    text = json.dumps(asked | {"step": dataclasses.asdict(step)}, indent=1)
+                    folder.write(name, f"{text}\n".encode())
             found.append(step)
             if progress is not None:
                 progress(_line(row, side, step))
+    others = [step for step in found if step.fault != _TOO_LARGE]
+    if others and fastest(found) is None:
+        raise CompilerError(_line(row, side, others[0]))
     return found
 
 
@@ -275,9 +281,7 @@ def step_from_json(values: Mapping[str, Any]) -> Step:
 
 def _step_of(program: Program | Failure, choice: Choice, row: Row) -> Step:
     if isinstance(program, Failure):
-        if _NO_MEMORY in program.message:
-            return Step(choice, "does not fit in memory")
-        raise CompilerError(f"{row.preset} for {row.topology}, {choice}: {program.message}")
+        return Step(choice, _TOO_LARGE if _NO_MEMORY in program.message else program.message)
     target, module = program.target, program.module
     cost = step_cost(row.preset, row.seq_len * row.batch_size, program)
     works = ((work_of(program, ran), ran.times) for ran in module.run())
@@ -370,6 +374,11 @@ def _unknown(step: Step) -> str:
     return f"; {count} loops of unknown length count as one iteration" if count else ""
 
 
+def _failed(steps: Sequence[Step]) -> str:
+    count = sum(step.fault not in ("", _TOO_LARGE) for step in steps)
+    return f" ({count} failed)" if count else ""
+
+
 def _steps(row: Mapping[str, Any], side: Side) -> list[Step]:
     return [step_from_json(step) for step in row["sides"][side]]
 
@@ -399,7 +408,7 @@ def _cells_of(row: Mapping[str, Any]) -> list[list[str]]:
                 f"{1e3 * best.attention_seconds:,.0f}",
                 sent,
                 f"{best.launches:,}",
-                f"{best.choice}; of {len(steps)}{_unknown(best)}",
+                f"{best.choice}; of {len(steps)}{_failed(steps)}{_unknown(best)}",
             ]
         )
     ratios = ratio(row)

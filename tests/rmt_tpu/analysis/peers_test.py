@@ -97,11 +97,11 @@ def test_blocks_of_two_sizes():
     assert maxtext.computed_share("splash_mha_dq_residuals", "script", 4096) == 12 / 16
 
 
-def test_another_failure_ends_the_sweep(stopped, tmp_path):
-    stopped.message = "ValueError: no such option"
-    with pytest.raises(CompilerError, match="llama-tiny for v5e:1x1, .*no such option"):
-        peers.sweep(ROW, "rmt_tpu", V5E, open_folder(str(tmp_path)))
-    assert not list(tmp_path.iterdir())
+def test_failures_of_every_choice_are_an_error(stopped, tmp_path):
+    stopped.message, lines = "ValueError: no such option", []
+    with pytest.raises(CompilerError, match="v5e:1x1 llama-tiny 128: rmt_tpu, .*no such option"):
+        peers.sweep(ROW, "rmt_tpu", V5E, open_folder(str(tmp_path)), progress=lines.append)
+    assert len(lines) == stopped.jobs == 3 and not list(tmp_path.iterdir())
 
 
 def step(seconds, **values):
@@ -120,6 +120,10 @@ def test_the_table_has_the_fastest_steps():
     assert second.startswith("|  | rmt_tpu | 36 / 40 / 48 | ")
     assert second.endswith("| 0 | 20 (10 hidden) | 1,234 | remat full, options own; of 2 |")
     assert "**0.50 / 0.50 / 0.50**" in third
+    row["sides"]["rmt_tpu"].append(
+        dataclasses.asdict(peers.Step(peers.Choice("none"), "no option"))
+    )
+    assert "of 3 (1 failed) |" in peers.table([row]).splitlines()[-2]
     row["sides"]["maxtext"] = [dataclasses.asdict(theirs[0])]
     *_, first, second = peers.table([row]).splitlines()
     assert "| maxtext | does not fit in memory | - |" in first and peers.ratio(row) is None
