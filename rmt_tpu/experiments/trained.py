@@ -102,6 +102,18 @@ def searched_for(config: RunConfig, rates: tuple[float, ...] = RATES) -> Search:
     return Search(config, points(**tried), _SEARCH_SEEDS)
 
 
+def _on_axes(search: Search) -> Search:
+    """Return the search with fewer points: those that differ from the middle in one value only.
+
+    The middle point has the middle value of each config path. Of five factors and three learning
+    rates, 7 of 15 points remain. A search over one config path keeps all of its points.
+    """
+    tried = {path: sorted({point[path] for point in search.points}) for path in search.points[0]}
+    middle = {path: values[len(values) // 2] for path, values in tried.items()}
+    near = (p for p in search.points if sum(p[path] != middle[path] for path in middle) <= 1)
+    return replace(search, points=tuple(near))
+
+
 TINY_NOTE = (
     f"Models of four layers, width {_LADDER[0] * HEAD_DIM} to {_LADDER[-1] * HEAD_DIM} in heads "
     f"of {HEAD_DIM}, on bytes of Python's standard library in windows of 64, batches of 16; 20 "
@@ -338,8 +350,9 @@ def _ablations(size: int, window: int, heads: int) -> dict[str, tuple[Mixer, flo
 
 
 _ABLATION_NOTE = (
-    f"All at width {_SEARCHED * HEAD_DIM}, and each ablation has its own search there; the "
-    "paper's ablations use the learning rate of the model with the standard residual."
+    f"All at width {_SEARCHED * HEAD_DIM}, and each ablation has its own search there: three "
+    "learning rates at the middle factor, and five factors at the middle rate. The paper's "
+    "ablations use the learning rate of the model with the standard residual."
 )
 
 
@@ -355,7 +368,9 @@ def attnres_ablations(scale: Scale) -> Plan:
             for name, (mixer, loss) in _ablations(2, 2, heads).items()
         ]
         shared = _tiny_plan(arms, ("transformer",), notes=(TINY_NOTE, _ABLATION_NOTE, *notes))
-        own_searches = {arm.system: searched_for(arm.config, RATES[1:4]) for arm in arms[1:]}
+        own_searches = {
+            arm.system: _on_axes(searched_for(arm.config, RATES[1:4])) for arm in arms[1:]
+        }
         return replace(shared, searches=shared.searches | own_searches)
     plain = "prenorm-436m"
     arms = [_preset(plain, "prenorm", paper=1.766)]

@@ -191,3 +191,10 @@ def test_between_two_searches_is_their_geometric_mean():
 def test_no_such_experiment():
     with pytest.raises(catalog.UsageError, match="'rmt-scale' is unknown.*rmt-scaling"):
         catalog.experiment("rmt-scale")
+
+
+def test_ablations_are_searched_along_both_axes():
+    search = trained.attnres_ablations("tiny").searches["ablation-full"]
+    found = {(point[plan.RATE], point[plan.DEPTH_RATE]) for point in search.points}
+    factors = {(0.028, factor) for factor in (1, 0.3, 0.1, 0.03, 0.01)}
+    assert found == factors | {(0.012, 0.1), (0.067, 0.1)} and len(search.points) == 7
