@@ -280,7 +280,7 @@ def _partial_backward(call: MatricesCall, queries, bank, count, of_sources, d_mi
         functools.partial(kernels.partial_backward, call=call),
         "depth_attention_matrices_partial_backward",
         inputs,
-        {"d_queries": query_sums(call), "d_sources": (bank, pl.BlockSpec(block, row))},
+        {"d_queries": query_sums(call, call.cores), "d_sources": (bank, pl.BlockSpec(block, row))},
         {},
         grid=(call.cores, call.tiles_each, N),
         semantics=("parallel", "arbitrary", "arbitrary"),
@@ -340,7 +340,9 @@ def merge_backward(
     """
     current = operands.current
     call = merge_call(current, epsilon, interpret)
-    inputs, outputs = merge_backward_operands(call, _tile_of(call), operands, cotangents)
+    inputs, outputs = merge_backward_operands(
+        call, _tile_of(call), call.cores, operands, cotangents
+    )
     out = tpu_call(
         functools.partial(kernels.merge_backward, call=call),
         "depth_attention_matrices_merge_backward",
@@ -392,11 +394,16 @@ def merge_inputs(call: MatricesCall, index: Callable[..., Any], operands: Merge)
 
 
 def merge_backward_operands(
-    call: MatricesCall, index: Callable[..., Any], operands: Merge, cotangents: MergeCotangents
+    call: MatricesCall,
+    index: Callable[..., Any],
+    cores: int,
+    operands: Merge,
+    cotangents: MergeCotangents,
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the input and output operands of a merge's backward kernel.
 
-    The returned inputs do not include the cotangent of h. `index` is as in `merge_inputs`.
+    The returned inputs do not include the cotangent of h. `index` is as in `merge_inputs`, and
+    `cores` as in `query_sums`.
     """
     inputs = merge_inputs(call, index, operands)
     current = inputs["current"]
@@ -407,7 +414,7 @@ def merge_backward_operands(
     }
     d_log_sums = jax.ShapeDtypeStruct((call.batch, 1, call.tokens), jnp.float32)
     return inputs, {
-        "d_query": query_sums(call),
+        "d_query": query_sums(call, cores),
         "d_mixed": (inputs["d_mixed_in"][0], inputs["mixed"][1]),
         "d_current": current,
         "d_log_sums": (d_log_sums, inputs["log_sums"][1]),
@@ -545,9 +552,12 @@ def _padded(call: MatricesCall, rows):
     return jnp.pad(rows.astype(call.dtype), ((0, call.query_rows - rows.shape[0]), (0, 0)))
 
 
-def query_sums(call: MatricesCall):
-    """Return the output for the queries' gradients, with one sum over tokens per core."""
-    shape = (call.cores, call.chunks, call.query_rows, call.rows)
+def query_sums(call: MatricesCall, cores: int):
+    """Return the output for the queries' gradients, with one sum over tokens per core.
+
+    `cores` is the size of the grid's first dimension.
+    """
+    shape = (cores, call.chunks, call.query_rows, call.rows)
     spec = pl.BlockSpec((None, *shape[1:]), lambda c, *_: (c, 0, 0, 0))
     return jax.ShapeDtypeStruct(shape, jnp.float32), spec
 

@@ -147,7 +147,9 @@ def merge_read_backward(
         b, t = walk.tile(c, i, j)
         return b, 0, 0, t
 
-    inputs, outputs = matrices.merge_backward_operands(call, index, of_merge, cotangents)
+    inputs, outputs = matrices.merge_backward_operands(
+        call, index, walk.cores, of_merge, cotangents
+    )
     of_read, scratch = read_operands(read, norm_gain, read_keys)
     inputs |= of_read | {
         "statistics": (statistics.both, pl.BlockSpec((1, 2, lanes), index)),

@@ -21,6 +21,7 @@ from pallas_kernels.depth_attention.interface import (
     MergeRead,
     Partial,
 )
+from pallas_kernels.target import lowering_for
 from tests.closeness import assert_close, float64
 from tests.pallas_kernels import plain
 from tests.pallas_kernels.depth_attention_battery import (
@@ -84,16 +85,18 @@ class TestKernels(Battery):
 
 
 @pytest.mark.parametrize(
-    "T, K, norm, dtype",
+    "T, K, norm, dtype, chip",
     [
-        (130, 16, "layernorm", "bfloat16"),
-        pytest.param(300, 16, "rmsnorm", "float32", marks=pytest.mark.slow),
+        (130, 16, "layernorm", "bfloat16", "TPU v5 lite"),
+        pytest.param(130, 16, "layernorm", "bfloat16", "TPU v5p", marks=pytest.mark.slow),
+        pytest.param(300, 16, "rmsnorm", "float32", "TPU v5p", marks=pytest.mark.slow),
+        pytest.param(300, 16, "rmsnorm", "float32", "TPU v6 lite", marks=pytest.mark.slow),
         # Rows of keys that fill no tile: two kernels each way.
-        pytest.param(128, 24, "layernorm", "bfloat16", marks=pytest.mark.slow),
-        pytest.param(130, 24, "rmsnorm", "float32", marks=pytest.mark.slow),
+        pytest.param(128, 24, "layernorm", "bfloat16", "TPU v5p", marks=pytest.mark.slow),
+        pytest.param(130, 24, "rmsnorm", "float32", "TPU v5 lite", marks=pytest.mark.slow),
     ],
 )
-def test_merge_and_read_and_their_gradients(T, K, norm, dtype):
+def test_merge_and_read_and_their_gradients(T, K, norm, dtype, chip):
     S, B, V, P, site = 3, 2, 16, 5, np.int32(1)
     query = np.float32(2 / np.sqrt(K * V)) * draw(0, K, V)
     # A mean that layernorm takes off.
@@ -114,7 +117,8 @@ def test_merge_and_read_and_their_gradients(T, K, norm, dtype):
         return z, backward(given, statistics, MergeCotangents(*cotangents), **norms)
 
     args = (query, mixed, log_sums, site, current, np.bool(True), gain, read_keys)
-    z, (got, got_keys) = run(*args, d_z, d_mixed, d_current)
+    with lowering_for(chip):
+        z, (got, got_keys) = run(*args, d_z, d_mixed, d_current)
     case = MergeCase((B, T), (K, V), norm, dtype)
     of_site = vectors(mixed[1], case), per_token(log_sums, case), vectors(current, case)
     merged = functools.partial(

@@ -3,6 +3,8 @@
 Sizes are odd, and have several blocks and a last one that is not whole.
 """
 
+import contextlib
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -30,6 +32,7 @@ from pallas_kernels.depth_attention.interface import (
 from pallas_kernels.key_vector import mosaic_tpu as key_vector
 from pallas_kernels.key_vector.block_sizes import BlockSizes
 from pallas_kernels.key_vector.interface import Reread, SiteBackward, SiteOperands, Statistics
+from pallas_kernels.target import lowering_for
 from tests.grids import faults, kernels_of
 from tests.pallas_kernels.public_ops import CALLS, N
 from tests.tiers import later
@@ -37,7 +40,7 @@ from tests.tiers import later
 LONG, B = 1300, 3
 K, V, R, P, S, D = 16, 8, 3, 5, 3, 128
 # Those that have their own number of tokens, which is made this.
-SEQUENCES = {"delta_attention": (8, 200), "logits_with_sums": (9, 700)}
+SEQUENCES = {"delta_attention": (8, 200), "logits_with_sums": (9, 3000), "product_at": (3, 5)}
 
 
 def f(*shape, dtype="float32"):
@@ -103,10 +106,17 @@ AT_NIGHT = {
 }
 
 
+# A chip whose programs run on one core, which has all sums. Kernels for an unknown chip are those
+# of two cores, of which each has sums of its own.
+ONE_CORE = "TPU v5 lite"
+
+
 @pytest.mark.slow
+@pytest.mark.parametrize("chip", [None, ONE_CORE])
 @pytest.mark.parametrize("op, names", [*QUICK.items(), *later(*AT_NIGHT.items())])
-def test_ops(op, names):
-    check(lambda given: CALLS[op].run("pallas", given), [longer(op)], names)
+def test_ops(op, names, chip):
+    with lowering_for(chip) if chip else contextlib.nullcontext():
+        check(lambda given: CALLS[op].run("pallas", given), [longer(op)], names)
 
 
 # JAX's own kernels, which tables of groups choose blocks for.
@@ -260,10 +270,17 @@ CASES = {
     "key vectors in slabs": key_vector_case("int16", BlockSizes(128, slab=4), " key_vector_read"),
     "depth": depth_case(vectors, (D,), (LONG,), 5, S, 4),
     "depth of matrices": depth_case(matrices, (K, V), (B, 300), 4, S, 3),
+    "depth of matrices with a read": (
+        lambda given: CALLS["depth_attention_merge_read"].run("pallas", given),
+        [longer("depth_attention_merge_read")],
+        QUICK["depth_attention_merge_read"],
+    ),
 }
 
 
+@pytest.mark.parametrize("chip", [None, ONE_CORE])
 @pytest.mark.parametrize("name", CASES)
-def test_cases(name):
+def test_cases(name, chip):
     function, args, names = CASES[name]
-    check(function, args, names)
+    with lowering_for(chip) if chip else contextlib.nullcontext():
+        check(function, args, names)
