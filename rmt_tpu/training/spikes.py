@@ -24,11 +24,13 @@ class GoBack(Restart):
 
     Attributes:
       windows_read: number of windows of training data that count as read after going back.
+      restarts: how often the run has gone back, this time included. The checkpoint may be from
+        before earlier restarts, so that its own number is too low.
     """
 
-    def __init__(self, windows_read: int):
+    def __init__(self, windows_read: int, restarts: int):
         super().__init__()
-        self.windows_read = windows_read
+        self.windows_read, self.restarts = windows_read, restarts
 
 
 class Spread(NamedTuple):

@@ -17,7 +17,7 @@ from rmt_tpu.runs.warm_start import ContinuedRun, WarmStart
 from rmt_tpu.storage import Folder
 from rmt_tpu.training import start_comparison
 from rmt_tpu.training.run import PreparedRun
-from rmt_tpu.training.spikes import SpikeState
+from rmt_tpu.training.spikes import GoBack, SpikeState
 from rmt_tpu.training.step import TrainState
 
 
@@ -43,15 +43,15 @@ class Start(NamedTuple):
     mixture: data.Mixture | None = None
     spikes: SpikeState = SpikeState()
 
-    def leaving_out(self, windows_read: int | None) -> "Start":
-        """Return this start after going back, counting the first `windows_read` windows as read.
+    def after(self, back: GoBack | None) -> "Start":
+        """Return this start after going back because of a spike; None means no going back.
 
-        If `windows_read` is None, the run did not go back, and the start is unchanged.
+        The windows up to the spike count as read.
         """
-        if windows_read is None:
+        if back is None:
             return self
-        spikes = self.spikes._replace(restarts=self.spikes.restarts + 1)
-        return self._replace(windows_read=max(windows_read, self.windows_read), spikes=spikes)
+        spikes = self.spikes._replace(restarts=back.restarts)
+        return self._replace(windows_read=max(back.windows_read, self.windows_read), spikes=spikes)
 
 
 class Text(NamedTuple):

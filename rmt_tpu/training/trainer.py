@@ -94,9 +94,9 @@ def train(
             return _train(config, folder, change_config, from_step, profile_steps, options)
         except Int16Overflow:
             config = overrides.apply(config, {"model.store.dtype": "float32"})
-            options = options._replace(windows_read=None)
+            options = options._replace(back=None)
         except GoBack as back:
-            options = options._replace(windows_read=back.windows_read)
+            options = options._replace(back=back.with_traceback(None))
         change_config, from_step, profile_steps = True, None, 0
         gc.collect()  # Free the first loop's arrays before the second loop makes its own.
 
@@ -104,14 +104,14 @@ def train(
 class _TrainOptions(NamedTuple):
     """Arguments of `train` that stay the same if the run begins again in this process.
 
-    `windows_read` is the number of windows that count as read after going back from a spike.
+    `back` is what made the run go back from a spike; None if it did not.
     """
 
     label: str
     on_saved: Callable[[int], None]
     check_kernels: kernel_checks.CheckMode
     stop_loss: float
-    windows_read: int | None = None
+    back: GoBack | None = None
 
 
 def _train(
@@ -156,7 +156,7 @@ def _train(
         start = restore_or_init(
             inputs.model, saved, inputs.text, warm_start, back_step, progress.log
         )
-        start = start.leaving_out(options.windows_read)
+        start = start.after(options.back)
         inputs = inputs.continuing(start)
         if back_step is not None:
             go_back(folder, checkpoints, back_step, progress.log)
