@@ -28,20 +28,30 @@ def changeable(default: Any = dataclasses.MISSING) -> Any:
     return dataclasses.field(default=default, metadata={"resume": "change"})
 
 
+def fixed(default: Any) -> Any:
+    """Return a dataclass field that never changes when a run resumes, within a changeable one.
+
+    The saved state would not fit the changed config.
+    """
+    return dataclasses.field(default=default, metadata={"resume": "fixed"})
+
+
 def resume_rule(config: Any, path: str) -> Rule:
     """Return whether the field at a dotted path may change when a run resumes.
 
-    The rule is that of the outermost field on the path that declares one. Without any, the result
-    is "fixed".
+    The rule is that of the outermost field on the path that declares one, unless a field within it
+    is fixed. Without any, the result is "fixed".
     """
+    rules = []
     for name in path.split("."):
         fields = {f.name: f for f in dataclasses.fields(config)}
         if name not in fields:  # the name is `kind`, or a field of a different class
             break
-        if rule := fields[name].metadata.get("resume"):
-            # A component of a different kind would not fit the saved state, so its kind is fixed.
-            return "fixed" if rule == "change" and path.endswith(".kind") else rule
+        rules.append(fields[name].metadata.get("resume"))
         config = getattr(config, name)
         if not dataclasses.is_dataclass(config):
             break
-    return "fixed"
+    rule = next(filter(None, rules), "fixed")
+    # A component of a different kind would not fit the saved state, so its kind is fixed.
+    of_kind = rule == "change" and path.endswith(".kind")
+    return "fixed" if of_kind or "fixed" in rules else rule

@@ -17,7 +17,7 @@ from rmt_tpu.config.checks import (
 from rmt_tpu.config.cores import Learned
 from rmt_tpu.config.mixture import MixtureSource, check_mixture
 from rmt_tpu.config.model import ModelConfig, MuP
-from rmt_tpu.config.resume import changeable, free
+from rmt_tpu.config.resume import changeable, fixed, free
 from rmt_tpu.errors import UsageError, shown
 from sharding.spec import parse_mesh
 
@@ -66,9 +66,9 @@ class AdamW(Checked):
     epsilon: Positive = 1e-8
     clip_norm: Positive = 1.0
     weight_decay: NonNegative = 1e-4
-    independent_weight_decay: bool = False
+    independent_weight_decay: bool = fixed(False)
     decay_exclude: tuple[Role, ...] = ("gain", "embedding", "unembedding")
-    moment_dtype: Literal["float32", "bfloat16"] = "float32"
+    moment_dtype: Literal["float32", "bfloat16"] = fixed("float32")
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,8 @@ class HeldOut(NamedTuple):
 
     Attributes:
       loss: the mean loss per token in nats.
-      aux: maps the name of each scalar that the model's cores return to its mean per token.
+      aux: maps the name of each scalar that the model's cores return to its mean per token. Tokens
+        without a loss count too, and so do the rows that fill the last batch.
       texts: for a mixture, maps the name of each text to the mean loss on it.
     """
 
@@ -77,10 +78,11 @@ class HeldOutLoss:
             read = partial(self._windows.in_order, number, end=self._number)
             batch = put_batch(read, shape, self._batch_sharding)
             sums.append(jax.tree.map(float, self._sums(params, batch)))
-        *totals, weight = jax.tree.map(lambda *terms: sum(terms), *sums)
+        loss, aux, weight = jax.tree.map(lambda *terms: sum(terms), *sums)
+        tokens = len(sums) * math.prod(shape)
         # The weight is 0 if the held-out conversations have no token with a loss. The mean is then
         # NaN.
-        return HeldOut(*jax.tree.map(lambda total: total / (weight or math.nan), totals))
+        return HeldOut(loss / (weight or math.nan), {name: x / tokens for name, x in aux.items()})
 
 
 class MixedHeldOutLoss:
@@ -103,7 +105,8 @@ class MixedHeldOutLoss:
     def __call__(self, params: Any) -> HeldOut:
         """Return the mean losses for the given parameters; see `HeldOutLoss`."""
         found = {name: loss(params) for name, loss in self._losses.items()}
-        mean = lambda *values: sum(s * v for s, v in zip(self._shares, values, strict=True))
+        # A text with the share 0 may have no loss, which is NaN.
+        mean = lambda *values: sum(s * v for s, v in zip(self._shares, values, strict=True) if s)
         loss, aux = jax.tree.map(mean, *((each.loss, each.aux) for each in found.values()))
         return HeldOut(loss, aux, {name: each.loss for name, each in found.items()})
 

@@ -22,9 +22,10 @@ _QUINTIC = 3.4445, -4.7750, 2.0315
 def learning_rate(config: AdamW, steps: int) -> optax.Schedule:
     """Return the learning rate schedule `config.schedule`, with a linear warmup and a decay.
 
-    The last warmup step has the peak rate, and the last step of the run has `final_fraction` of the
-    peak rate. The rate at step 0 is not 0, so that the first update has an effect. The schedule
-    "wsd" has the peak rate up to the last `decay_fraction` of the steps.
+    The schedule counts updates, so that a skipped step does not advance it. The last warmup step
+    has the peak rate, and the last step of a run without skipped steps has `final_fraction` of it.
+    The rate at step 0 is not 0, so that the first update has an effect. The schedule "wsd" has the
+    peak rate up to the last `decay_fraction` of the steps.
     """
     warmup = max(1, round(config.warmup_fraction * steps))
     decay = round(config.decay_fraction * steps)

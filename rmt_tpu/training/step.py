@@ -133,12 +133,17 @@ def make_gradients(
             return added_up(params, batch)
 
     def added_up(params: Any, batch: Batch) -> tuple[Any, Loss]:
-        total = sharding.total(jnp.sum(batch.weights), sharding.RULES["batch"])
+        dtype = jnp.promote_types(kernels.compute_dtype(config.model.compute_dtype), jnp.float32)
+        weights = batch.weights.astype(dtype)
+        total = sharding.total(jnp.sum(weights), sharding.RULES["batch"])
         total = jnp.maximum(total, 1)  # A batch of conversations may have no token with a loss.
+        # Make the mean weight 1, because the cores' scalars are sums over all tokens.
+        tokens = weights.size * sharding.axis_size(sharding.RULES["batch"])
+        batch = batch._replace(weights=weights * (tokens / total))
 
         def part_loss(params: Any, part: Batch) -> tuple[jax.Array, Loss]:
             loss = batch_loss(graphdef, params, part, **options)
-            loss = jax.tree.map(lambda summed: summed / total, loss)
+            loss = jax.tree.map(lambda summed: summed / tokens, loss)
             return loss.objective, loss
 
         def part_gradients(params: Any, part: Batch) -> tuple[Any, Loss]:
@@ -219,7 +224,7 @@ def make_train_step(
             "train/z_loss": config.train.z_loss * loss.z,
             "train/skipped_steps": new.skipped,
             "train/skipped_in_a_row": new.skipped_in_a_row,
-            "optim/learning_rate": schedule(state.step),
+            "optim/learning_rate": schedule(updates_made),
             "optim/grad_norm": grad_norm,
             **{f"train/aux/{name}": value for name, value in loss.aux.items()},
             **_losses_of_texts(config, loss),

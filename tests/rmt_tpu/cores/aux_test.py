@@ -113,7 +113,10 @@ def prepared(system, mesh="data=1", **train):
 
 
 def reference(params, config, batch, given):
-    """Mean losses, unrolled: the objective, cross-entropy, z and the scalars."""
+    """Mean losses, unrolled: the objective, cross-entropy, z and the scalars.
+
+    The scalars are of all tokens, also of those without a loss.
+    """
     given.clear()
     system = plain.model if config.mixer.kind == "sum" else over_depth.reference
     logits = system(params, batch.inputs, config)
@@ -123,7 +126,9 @@ def reference(params, config, batch, given):
     total = np.sum(batch.weights)
     cross_entropy = np.sum((log_z - chosen) * batch.weights) / total
     z = np.sum(log_z**2 * batch.weights) / total
-    aux = {name: sum(of[name] for of in given) / total for name in ("loss", "positive")}
+    aux = {
+        name: sum(of[name] for of in given) / batch.weights.size for name in ("loss", "positive")
+    }
     return cross_entropy + Z_LOSS * z + aux["loss"], cross_entropy, z, aux
 
 

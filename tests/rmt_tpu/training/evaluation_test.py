@@ -1,5 +1,6 @@
 """The loss on held-out text: of which windows it is."""
 
+import math
 from types import SimpleNamespace
 
 import jax
@@ -11,7 +12,8 @@ import sharding
 from rmt_tpu import data
 from rmt_tpu.config import overrides
 from rmt_tpu.config.presets import run as preset_run
-from rmt_tpu.training.evaluation import HeldOutLoss, num_eval_windows
+from rmt_tpu.data.datasets import MixedHeldOut
+from rmt_tpu.training.evaluation import HeldOutLoss, MixedHeldOutLoss, num_eval_windows
 
 SEQ, WINDOWS = 8, 21
 TOKENS = np.random.default_rng(0).integers(0, 250, SEQ * WINDOWS, np.int32)  # the last is padded
@@ -43,3 +45,27 @@ def test_a_preset_reads_as_much_as_it_did():
     config = preset_run("rmt-tiny")
     assert num_eval_windows(config) == 8 * config.train.batch_size
     assert num_eval_windows(overrides.apply(config, {"train.eval_batches": 3})) == 3 * 16
+
+
+def test_scalars_are_means_over_tokens_and_a_text_without_a_share_does_not_count(unannotated):
+    """Of two texts, the one with share 0 has no token with a loss."""
+    mesh = sharding.make_mesh("data=1", jax.devices()[:1])
+
+    def loss(params, batch):
+        of_tokens = {"twice": 2 * jnp.sum(jnp.ones_like(batch.weights))}
+        return SimpleNamespace(cross_entropy=3 * jnp.sum(batch.weights), aux=of_tokens)
+
+    class Masked(data.Windows):
+        def in_order(self, *args, **more):
+            batch = super().in_order(*args, **more)
+            return batch._replace(weights=0 * batch.weights)
+
+    run = SimpleNamespace(loss=loss, mesh=mesh, batch_sharding=sharding.batch_sharding(mesh))
+    given = {"seq_len": SEQ, "batch_size": 8, "bos": 256, "seed": 0, "shuffle": False}
+    read, masked = data.Windows(TOKENS, **given), Masked(TOKENS, **given)
+    assert HeldOutLoss(run, read, WINDOWS)(0.0) == (pytest.approx(3), {"twice": 2.0}, {})
+    alone = HeldOutLoss(run, masked, WINDOWS)(0.0)
+    assert math.isnan(alone.loss) and alone.aux == {"twice": 2.0}
+    mixed = MixedHeldOut("a", 1.0, read), MixedHeldOut("b", 0.0, masked)
+    found = MixedHeldOutLoss(run, mixed, 2 * WINDOWS)(0.0)
+    assert found.loss == pytest.approx(3) and math.isnan(found.texts["b"])

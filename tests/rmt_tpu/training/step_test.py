@@ -14,7 +14,7 @@ from flax import nnx
 import sharding
 from pallas_kernels.target import lowering_for
 from rmt_tpu.analysis.step_cost import trace_config
-from rmt_tpu.config import AdamW, DataConfig, Muon, MuP, RunConfig, TrainConfig
+from rmt_tpu.config import AdamW, DataConfig, Muon, MuP, RunConfig, TrainConfig, resume_rule
 from rmt_tpu.config.presets import run as run_of
 from rmt_tpu.decoder import Decoder
 from rmt_tpu.errors import UsageError
@@ -203,6 +203,34 @@ def test_update_is_adamw_and_spares_what_is_excluded_from_decay():
     assert one_update(everything, gradient, params)["a"] == pytest.approx(2.4, rel=1e-5)
 
 
+@pytest.mark.parametrize("config", [AdamW(), Muon()], ids=lambda config: config.kind)
+def test_optimizers_that_may_change_on_resume_keep_what_is_saved(config):
+    other = {
+        bool: lambda x: not x,
+        float: lambda x: (x + 0.5) / 2,
+        int: lambda x: x + 1,
+        str: lambda x: {"cosine": "wsd", "float32": "bfloat16"}[x],
+        tuple: lambda x: x[1:],
+    }
+
+    def saved(config):
+        params, axes = {"w": jnp.zeros((4, 4))}, {"w": ("dim", "hidden")}
+        of = {"roles": {"w": "hidden"}, "axes": axes, "rates": {"w": 1.0}}
+        state = jax.eval_shape(make_optimizer(config, steps=4, **of).init, params)
+        return [(jax.tree_util.keystr(p), x) for p, x in jax.tree_util.tree_leaves_with_path(state)]
+
+    data = DataConfig(seq_len=8)
+    run = RunConfig(model=models.model(), train=TrainConfig(optimizer=config), data=data)
+    rules, before = {}, saved(config)
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        changed = dataclasses.replace(config, **{field.name: other[type(value)](value)})
+        rules[field.name] = resume_rule(run, f"train.optimizer.{field.name}")
+        assert (saved(changed) == before) == (rules[field.name] == "change"), field.name
+    fixed = {name for name, rule in rules.items() if rule == "fixed"}
+    assert fixed == {"independent_weight_decay", "moment_dtype"}
+
+
 def test_a_bfloat16_moment_is_only_stored_in_bfloat16():
     """The products of a step are those of float32; what is kept for the next step is rounded."""
     config = AdamW(learning_rate=0.5, b1=0.7, clip_norm=1e9, moment_dtype="bfloat16")
@@ -338,8 +366,11 @@ def test_a_step_that_is_not_finite_changes_nothing_and_is_counted():
         strict=True,
     ):
         np.testing.assert_array_equal(new, old)
-    good, _ = step(twice._replace(params=state.params), models.batch(8))
+    good, after = step(twice._replace(params=state.params), models.batch(8))
     assert (good.step, good.skipped, good.skipped_in_a_row) == (3, 2, 0)
+    # The first update has the first rate.
+    rates = [float(of["optim/learning_rate"]) for of in (metrics, after)]
+    assert rates[0] == rates[1] == learning_rate(run_config().train.optimizer, 2)(0)
 
 
 @pytest.mark.slow
