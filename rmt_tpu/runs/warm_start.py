@@ -19,6 +19,7 @@ from rmt_tpu.errors import ArgumentError, RunError, UsageError, argument_errors,
 from rmt_tpu.hub import weights
 from rmt_tpu.hub.models import describe, is_hub
 from rmt_tpu.hub.placing import read_parameter
+from rmt_tpu.runs.growth import restore_grown
 from rmt_tpu.runs.workdir import check_config_meta, open_checkpoints, read_config
 from rmt_tpu.storage import open_folder
 
@@ -146,7 +147,9 @@ class WarmStart:
     def _read_run(self, like: dict[Path, jax.ShapeDtypeStruct]) -> dict[Path, jax.Array]:
         tree = {"params": traverse_util.unflatten_dict(like)}
         # Later calls read the same step, even if the other run has saved a newer checkpoint.
-        step, state, meta = open_checkpoints(self._folder).restore(tree, self._step, partial=True)
+        # The newest checkpoint may be from before a growth of the run's D_k.
+        checkpoints = open_checkpoints(self._folder)
+        step, state, meta = restore_grown(checkpoints, tree, self.source, self._step, partial=True)
         self._step = step
         with flag_errors("init_from"):
             check_config_meta(self._folder, read_config(self._folder), step, meta, "model.")

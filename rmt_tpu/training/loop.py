@@ -153,7 +153,8 @@ class Loop:
         if self.side_files.is_complete(steps):
             self.progress.log(f"{folder} is complete at step {steps}")
         else:
-            self._evaluate()
+            if self.step not in self.evaluated:
+                self._evaluate()
             self._evaluate_tasks()
             self._write_side_files()
             self.side_files.complete(steps)
@@ -188,6 +189,9 @@ class Loop:
                 if step < steps and self._due(self.config.train.eval_tasks_every):
                     self._evaluate_tasks()
                 ends = self.overflowed or self.evaluated.get(step, math.inf) <= stop_loss
+                # `keep_best` compares the losses at the steps of checkpoints, also of the last one.
+                if step == steps and self.config.train.keep_best:
+                    self._evaluate()
                 if wanted != signals.GO_ON or ends or self._due(self.config.train.checkpoint_every):
                     self._save()
                 if stopped_by is not None or ends:

@@ -156,6 +156,7 @@ def _train(
         start = restore_or_init(
             inputs.model, saved, inputs.text, warm_start, back_step, progress.log
         )
+        _check_steps(config, folder, start.step)
         start = start.after(options.back)
         inputs = inputs.continuing(start)
         if back_step is not None:
@@ -174,6 +175,19 @@ def _train(
         side_files = stack.enter_context(SideFiles(folder, start.step, config, progress.log))
         loop = Loop(inputs, start, checkpoints, side_files, blocks, progress, may_overflow)
         return loop.run(profile_steps, folder, options.on_saved, options.stop_loss)
+
+
+def _check_steps(config: RunConfig, folder: Folder, step: int) -> None:
+    """Check that the run has not done more steps than its config asks for.
+
+    Raises:
+      UsageError: it has.
+    """
+    if step > config.train.steps:
+        raise UsageError(
+            f"train.steps={config.train.steps}: {folder} has a checkpoint of step {step}; legal: "
+            f"{step} or more, or an older checkpoint (--from_step)"
+        )
 
 
 def _prepare(

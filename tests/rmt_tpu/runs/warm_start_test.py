@@ -81,6 +81,24 @@ def test_tied_embeddings_are_tied_in_both_models_or_in_none(config, hub):
         WarmStart(hub, tied)
 
 
+def test_a_run_whose_residual_will_grow_gives_grown_weights(tmp_path):
+    """Its config has the larger D_k before there is a checkpoint of that size."""
+    config = overrides.apply(
+        preset_run("rmt-tiny"), {"model.num_layers": 1, "model.store.key_dim": 4}
+    )
+    folder, mesh = open_folder(tmp_path / "a"), sharding.make_mesh("data=1", jax.devices()[:1])
+    state = prepare(config, mesh).jitted_init()()
+    meta = workdir.config_meta(config, ByteTokenizer())
+    workdir.open_checkpoints(folder).save(1, state._replace(copies={}), meta)
+    larger = overrides.apply(config, {"model.store.key_dim": 8})
+    workdir.write_config(folder, larger)
+    _, found = initial_params(overrides.apply(larger, {"train.seed": 3}), str(tmp_path / "a"), [])
+    plain = nnx.merge(models.graph(config.model), state.params)
+    found = jax.tree.map(jax.numpy.asarray, traverse_util.unflatten_dict(found))
+    grown = nnx.merge(models.graph(larger.model), found)
+    np.testing.assert_allclose(grown(models.tokens()), plain(models.tokens()), atol=1e-4)
+
+
 @pytest.mark.slow
 def test_a_run_starts_from_a_run_once(config, tmp_path):
     (tmp_path / "text.txt").write_text("the quick brown fox jumps over the lazy dog.\n" * 40)

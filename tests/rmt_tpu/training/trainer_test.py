@@ -60,6 +60,11 @@ def test_a_run_stops_at_a_loss_and_may_continue(config, tmp_path):
     assert Checkpointer(str(run / "checkpoints")).steps() == [2]
     assert trainer.train(config, run, stop_loss=1.0) == (6, None)
     assert series(read_metrics(run), "eval/loss")[0] == [2, 4, 6]
+    fewer = overrides.apply(config, {"train.steps": 4})
+    said = f"^train.steps=4: {run} has a checkpoint of step 6; legal: 6 or more, or an older "
+    with pytest.raises(UsageError, match=said):
+        trainer.train(fewer, run, change_config=True)
+    assert workdir.read_config(run).train.steps == 6
 
 
 @pytest.mark.slow
