@@ -170,7 +170,8 @@ def depth_attention_partial(
 
     Returns:
       The mix of each site, in the sources' dtype, and the log-sum-exp of its logits, in at least
-      float32. Logits and sums are computed in at least float32. The mix of a single source is
+      float32. Logits and sums are computed in at least float32; a kernel that processes the sources
+      in parts rounds the mix to the sources' dtype after each part. The mix of a single source is
       exactly that source.
 
     Raises:

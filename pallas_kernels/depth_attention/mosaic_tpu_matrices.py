@@ -8,7 +8,8 @@ two transposes of every array.
 - `partial` keeps one tile of every source in VMEM. Each source is a separate operand. An empty
   source moves almost no bytes, because it has the same block at every grid step. If the sources do
   not fit, they are processed in parts. The result for the earlier parts is the `prior` of the next
-  part. Sites are processed in parts too.
+  part, and is rounded to the sources' dtype. Sites are processed in parts too. With D = 4096 in
+  bfloat16, a part has 11 sources and 4 sites on v5e, v5p and v6e, and 3 sources and 1 site on v4.
 - `partial_backward` consists of two kernels. The first computes <d_mixed, v> and the logits for all
   sources v. The second uses these to compute the gradient of one source at a time.
 - `merge` supports no norm, because the op that reads from the mix normalises it.
