@@ -5,7 +5,8 @@
 
 A file of prompts has one prompt per line. If its name ends in .jsonl, each line is an object with
 the key "prompt". Each finished sample adds a line of JSON to --output. An interrupted command
-resumes when it is repeated. With --mesh, weights, caches and prompts are sharded over devices: rows
+resumes when it is repeated. A file with samples of another model, of other prompts or of other
+sampling flags is refused. With --mesh, weights, caches and prompts are sharded over devices: rows
 along the mesh axes `data` and `fsdp`, tokens and heads along `key`, `sequence` and `tensor`.
 """
 
@@ -13,6 +14,7 @@ import contextlib
 import dataclasses
 import sys
 import time
+from typing import Any
 
 from absl import flags
 
@@ -80,19 +82,19 @@ def main() -> int:
         raise UsageError(message) from None
     if _PROMPTS.value is not None:
         return _generate_file(sampling)
-    decoder, tokenizer = _load()
+    decoder, tokenizer, _ = _load()
     return _generate_one(decoder, tokenizer, sampling)
 
 
 def _load():
-    """Return the decoder, with weights cast to the compute dtype, and the tokenizer."""
-    import rmt_tpu
+    """Return the decoder, with weights cast to the compute dtype, its tokenizer and its step."""
     from rmt_tpu.generation import cast_once
+    from rmt_tpu.runs.loading import load_step
 
     with arguments_as_flags():
-        decoder, tokenizer = rmt_tpu.load(trained.source(), flags.FLAGS.step, mesh=flags.FLAGS.mesh)
-    trained.note_missing_start(tokenizer)
-    return cast_once(decoder), tokenizer
+        loaded = load_step(trained.source(), flags.FLAGS.step, mesh=flags.FLAGS.mesh)
+    trained.note_missing_start(loaded.tokenizer)
+    return cast_once(loaded.decoder), loaded.tokenizer, loaded.step
 
 
 def _check_flags() -> None:
@@ -135,7 +137,9 @@ def _generate_file(sampling) -> int:
         prompts = files.read_prompts(_PROMPTS.value)
     with flag_errors("output"):
         output = files.Output(_OUTPUT.value)
-    finished = files.check_same(output, prompts, sampling)
+    settings = _settings(sampling, flags.FLAGS.step)
+    with flag_errors("output"):
+        finished = files.check_same(output, prompts, settings)
     samples = _NUM_SAMPLES.value
     pending = [
         (number, sample)
@@ -149,7 +153,12 @@ def _generate_file(sampling) -> int:
     from rmt_tpu.generation import complete, fitting_tokens
 
     trained.check_rows("batch_size", _BATCH_SIZE.value)
-    decoder, tokenizer = _load()
+    decoder, tokenizer, step = _load()
+    # The loaded step may differ from the one above, because its arrays were damaged or training has
+    # saved another one meanwhile.
+    settings = _settings(sampling, step)
+    with flag_errors("output"):
+        files.check_same(output, prompts, settings)
     # Report prompts that are too long before any text is generated.
     for number in sorted({number for number, _ in pending}):
         try:
@@ -172,15 +181,23 @@ def _generate_file(sampling) -> int:
             for completion in stream:
                 number, sample = pending[completion.number]
                 line = {"number": number, "sample": sample, "prompt": prompts[number]}
-                line |= {"text": completion.text, "finish": completion.finish} | dataclasses.asdict(
-                    sampling
-                )
+                line |= {"text": completion.text, "finish": completion.finish} | settings
                 if _LOGPROBS.value:
                     line |= {"tokens": completion.tokens, "logprobs": completion.log_probabilities}
                 output.add(line)
                 progress.add(len(completion.tokens))
     progress.report()
     return 0
+
+
+def _settings(sampling, step: int | None) -> dict[str, Any]:
+    """Return what determines the samples of a prompt, with the weights of --step or the newest."""
+    from rmt_tpu.generation import files
+    from rmt_tpu.runs.loading import weights_name
+
+    with arguments_as_flags():
+        model = weights_name(trained.source(), step)
+    return files.text_settings(sampling, _STOP.value, model)
 
 
 class _Progress:

@@ -2,10 +2,10 @@
 
 import dataclasses
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from rmt_tpu.errors import RunError, UsageError
+from rmt_tpu.errors import UsageError, shown
 from rmt_tpu.generation.sampling import Sampling
 from rmt_tpu.storage import Folder, open_parent
 
@@ -14,7 +14,7 @@ def read_prompts(location: str) -> list[str]:
     """Read the prompts in a file, which may be local or on gs://.
 
     In a .jsonl file, each line is a JSON object with a "prompt" field. In any other file, each line
-    is a prompt.
+    is a prompt. A line ends with "\\n" or "\\r\\n", and may contain any other character.
 
     Raises:
       UsageError: the file does not exist or is not UTF-8, or a line of a .jsonl file has no prompt.
@@ -24,7 +24,7 @@ def read_prompts(location: str) -> list[str]:
     if file is None:
         raise UsageError(f"{location} does not exist; legal: a file with prompts")
     try:
-        lines = file.data.decode().splitlines()
+        lines = _lines(file.data.decode())
     except UnicodeDecodeError as error:
         raise UsageError(f"{location} is not UTF-8: {error.reason} at byte {error.start}") from None
     if not name.endswith(".jsonl"):
@@ -33,7 +33,7 @@ def read_prompts(location: str) -> list[str]:
     for number, line in enumerate(lines, 1):
         try:
             prompt = json.loads(line)["prompt"]
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, RecursionError):
             prompt = None
         if not isinstance(prompt, str):
             raise UsageError(
@@ -53,8 +53,8 @@ class Output:
       location: the path of the file, local or on gs://.
 
     Raises:
-      UsageError: the file cannot be written, or it has JSON lines without a number, which another
-        command wrote.
+      UsageError: the file cannot be written, or it has JSON lines that another command wrote: their
+        "number" is missing or is not an integer of at least 0.
     """
 
     def __init__(self, location: str):
@@ -76,12 +76,14 @@ class Output:
         self._folder.append(self._name, text.encode())
 
     def _parsed(self, text: str) -> Iterator[dict[str, Any]]:
-        for number, line in enumerate(text.splitlines(), 1):
+        for number, line in enumerate(_lines(text), 1):
             try:
                 value = json.loads(line)
+            except RecursionError:
+                value = None
             except ValueError:
                 continue  # An interrupted run left this line incomplete.
-            if not isinstance(value, dict) or "number" not in value:
+            if not isinstance(value, dict) or not _is_index(value.get("number")):
                 raise UsageError(
                     f"{self.location}:{number} is not a line that this command writes; legal: "
                     "another file"
@@ -89,25 +91,73 @@ class Output:
             yield value
 
 
-def check_same(output: Output, prompts: list[str], sampling: Sampling) -> set[tuple]:
+def text_settings(sampling: Sampling, stop: Sequence[str], model: str) -> dict[str, Any]:
+    """Return what determines the samples of a prompt, as fields of each sample's line in a file.
+
+    Args:
+      sampling: the sampling settings.
+      stop: the stop strings.
+      model: an identifier of the model's weights; see `runs.loading.weights_name`.
+    """
+    return dataclasses.asdict(sampling) | {"stop": list(stop), "model": model}
+
+
+def check_same(
+    output: Output, prompts: Sequence[str], settings: Mapping[str, Any]
+) -> set[tuple[int, int]]:
     """Return which samples the output already has, as pairs (prompt number, sample number).
 
+    Lines of an older version may lack settings. A missing field of `Sampling` had its default value
+    when the line was written. Lines without "model" or "stop" count as lines of this model and of
+    these stop strings, because nothing is known about them.
+
+    Args:
+      output: the file with the existing lines.
+      prompts: the prompts.
+      settings: the settings of new samples, from `text_settings`.
+
     Raises:
-      RunError: the existing lines were made from other prompts or with other settings.
+      UsageError: an existing line was made by another model, from another prompt or with other
+        settings, or another command wrote it. The message begins with the file's location.
     """
-    done, settings = set(), dataclasses.asdict(sampling)
+    done, defaults = set(), dict(settings) | dataclasses.asdict(Sampling())
     for line in output.lines:
-        number = line["number"]
-        same_prompt = number < len(prompts) and prompts[number] == line.get("prompt")
-        # Lines of an older version may lack a new setting. Their texts have its default value.
-        line_settings = {name: line.get(name, getattr(Sampling, name)) for name in settings}
-        if not same_prompt or line_settings != settings:
-            raise RunError(
-                f"{output.location} has continuations of other prompts, or was written with other "
-                "flags; name another --output"
+        number, sample = line["number"], line.get("sample")
+        if not _is_index(sample) or not isinstance(line.get("prompt"), str):
+            raise UsageError(
+                f"{output.location} has lines that are no samples of prompts; legal: another file"
             )
-        done.add((number, line.get("sample")))
+        for name, value in settings.items():
+            if (old := line.get(name, defaults[name])) != value:
+                what = "model" if name == "model" else f"--{name}"
+                raise UsageError(
+                    f"{output.location} has samples with {what}={shown(old)}, and this command has "
+                    f"{shown(value)}; legal: the same {what}, or another file"
+                )
+        if number >= len(prompts) or prompts[number] != line["prompt"]:
+            raise UsageError(
+                f"{output.location} has samples of other prompts, such as {shown(line['prompt'])}; "
+                "legal: the same prompts, or another file"
+            )
+        done.add((number, sample))
     return done
+
+
+def _is_index(value: object) -> bool:
+    """Return whether a JSON value is an integer of at least 0, which True and False are not."""
+    return type(value) is int and value >= 0
+
+
+def _lines(text: str) -> list[str]:
+    """Return the lines of a text without their ends, which are "\\n" or "\\r\\n".
+
+    `str.splitlines` would also split at characters such as U+2028, which a prompt, or a text in a
+    line of JSON, may contain.
+    """
+    lines = text.split("\n")
+    if not lines[-1]:
+        lines.pop()
+    return [line.removesuffix("\r") for line in lines]
 
 
 def _split(location: str) -> tuple[Folder, str]:

@@ -1,5 +1,7 @@
 """Functions that load a trained decoder from a run folder or a folder in Hugging Face format."""
 
+import hashlib
+import json
 from typing import Any, NamedTuple
 
 import jax
@@ -117,6 +119,21 @@ def identity(workdir: Location, step: int | None = None) -> tuple[int | str, Any
         return "hub", [(x.url, x.size, x.generation) for x in found]
     paths = sorted(p for p in folder.local_path.iterdir() if p.suffix in _HUB_FILES)
     return "hub", [(p.name, p.stat().st_size, p.stat().st_mtime_ns) for p in paths]
+
+
+def weights_name(workdir: Location, step: int | None = None) -> str:
+    """Return a short name for the weights in a folder, such as "48-1f0a93c6b2d7".
+
+    Its parts are the step, or "hub", and a hash of the value that `identity` returns.
+
+    Args:
+      workdir, step: see `identity`.
+
+    Raises:
+      ArgumentError: see `identity`.
+    """
+    step, weights = identity(workdir, step)
+    return f"{step}-{hashlib.blake2b(json.dumps(weights).encode(), digest_size=6).hexdigest()}"
 
 
 def _no_step(step: int, folder: Folder) -> ArgumentError:

@@ -134,7 +134,10 @@ def test_a_file_of_prompts(trained, loaded, tmp_path):
     assert "6 texts, 2 left to generate" in cli.succeed("generate", *flags).stderr
     again = [line for line in out.read_text().splitlines() if line != '{"number": 2, "sam']
     assert again[:4] == kept and sorted(map(json.loads, again), key=key) == lines
-    assert "other prompts" in cli.fail("generate", *flags, "--temperature=1", code=1)
+    refused = lambda *more: cli.fail("generate", *flags, *more)
+    assert "samples with --temperature=0.8, and this command has 1.0" in refused("--temperature=1")
+    assert "samples with --stop=['.'], and this command has ['.', ',']" in refused("--stop=,")
+    assert "samples with model='48-" in refused("--step=20")
 
 
 @pytest.mark.parametrize(
@@ -151,13 +154,16 @@ def test_a_file_of_prompts(trained, loaded, tmp_path):
         ),
         (["--prompts={good}", "--output=/proc/x"], "--output=/proc cannot be written"),
         (["--prompts={long}", "--output={out}"], "--prompts: prompt 2 has 101 tokens"),
+        (["--prompts={good}", "--output={foreign}"], "samples with model='9-a', and this command"),
     ],
 )
 def test_usage_of_files(trained, tmp_path, flags, words):
+    of_another = {"number": 0, "sample": 0, "prompt": "a", "temperature": 0.8, "model": "9-a"}
     files = {
         "good": "a\n",
         "bad.jsonl": '{"prompt": "a"}\n{"text": "b"}\n',
         "long": "a\n" + 100 * "b",
+        "foreign.jsonl": json.dumps(of_another) + "\n",
     }
     for name, content in files.items():
         (tmp_path / name).write_text(content)

@@ -1,0 +1,86 @@
+"""Files of prompts, and files to which samples are appended."""
+
+import json
+
+import pytest
+
+from rmt_tpu.errors import UsageError
+from rmt_tpu.generation import Sampling
+from rmt_tpu.generation.files import Output, check_same, read_prompts, text_settings
+
+# Characters at which str.splitlines splits, although they end no line of a file.
+SEPARATORS = "\u2028\u2029\x85\x0b\x0c\x1c\x1d\x1e"
+PROMPT = "one" + "two".join(SEPARATORS)
+DEEP = 100_000 * "[" + 100_000 * "]"
+SETTINGS = text_settings(Sampling(), [], "48-a")
+LINE = {"number": 0, "sample": 0, "prompt": PROMPT, "text": SEPARATORS} | SETTINGS
+
+
+def written(path, *lines) -> Output:
+    """Return an output whose file has these lines."""
+    texts = [line if isinstance(line, str) else json.dumps(line) for line in lines]
+    path.write_text("".join(f"{text}\n" for text in texts), encoding="utf-8")
+    return Output(str(path))
+
+
+def test_only_newlines_end_lines_of_prompts(tmp_path):
+    (tmp_path / "in.txt").write_bytes(f"{PROMPT}\r\n\nlast".encode())
+    assert read_prompts(str(tmp_path / "in.txt")) == [PROMPT, "", "last"]
+    line = json.dumps({"prompt": PROMPT}, ensure_ascii=False)
+    (tmp_path / "in.jsonl").write_bytes(f"{line}\n{line}\r\n".encode())
+    assert read_prompts(str(tmp_path / "in.jsonl")) == [PROMPT, PROMPT]
+    (tmp_path / "empty.txt").write_bytes(b"")
+    assert read_prompts(str(tmp_path / "empty.txt")) == []
+
+
+def test_nested_prompts_are_refused(tmp_path):
+    (tmp_path / "in.jsonl").write_text(f'{{"prompt": "a"}}\n{DEEP}\n')
+    with pytest.raises(UsageError, match="in.jsonl:2 is not a JSON object"):
+        read_prompts(str(tmp_path / "in.jsonl"))
+
+
+def test_a_sample_with_any_characters_is_found_again(tmp_path):
+    path = str(tmp_path / "out.jsonl")
+    Output(path).add(LINE, LINE | {"sample": 1})
+    assert check_same(Output(path), [PROMPT], SETTINGS) == {(0, 0), (0, 1)}
+
+
+@pytest.mark.parametrize(
+    "line",
+    [{"number": "7"}, {"number": -1}, {"number": True}, {"number": 0.0}, {}, [], DEEP],
+    ids=lambda line: str(line)[:20],
+)
+def test_lines_of_another_command_are_refused(tmp_path, line):
+    with pytest.raises(UsageError, match="out.jsonl:2 is not a line that this command writes"):
+        written(tmp_path / "out.jsonl", LINE, line)
+
+
+@pytest.mark.parametrize(
+    "change, words",
+    [
+        ({"model": "48-b"}, "samples with model='48-b', and this command has '48-a'; legal"),
+        ({"stop": ["."]}, r"samples with --stop=\['.'\], and this command has \[\]; legal"),
+        ({"top_k": 3}, "samples with --top_k=3, and this command has 0; legal"),
+        ({"prompt": "x"}, "samples of other prompts, such as 'x'; legal"),
+        ({"number": 1}, "samples of other prompts"),
+        ({"prompt": None}, "has lines that are no samples of prompts; legal"),
+        ({"sample": [0]}, "has lines that are no samples of prompts; legal"),
+        ({"sample": -1}, "has lines that are no samples of prompts; legal"),
+    ],
+)
+def test_samples_of_another_command_are_refused(tmp_path, change, words):
+    output = written(tmp_path / "out.jsonl", LINE, LINE | change)
+    with pytest.raises(UsageError, match=f"^{output.location} .*{words}"):
+        check_same(output, [PROMPT], SETTINGS)
+
+
+def test_lines_of_an_older_version_count(tmp_path):
+    """Models and stop strings pass for the present ones; another setting has its default."""
+    old = {name: value for name, value in LINE.items() if name not in ("model", "stop", "min_p")}
+    output = written(tmp_path / "out.jsonl", old)
+    others = text_settings(Sampling(), ["."], "9-b")
+    assert (
+        check_same(output, [PROMPT], SETTINGS) == check_same(output, [PROMPT], others) == {(0, 0)}
+    )
+    with pytest.raises(UsageError, match="samples with --min_p=0.0, and this command has 0.5"):
+        check_same(output, [PROMPT], SETTINGS | {"min_p": 0.5})
