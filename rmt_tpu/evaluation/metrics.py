@@ -78,10 +78,12 @@ class Difference(NamedTuple):
 
     Attributes:
       value: the first model's rate minus the second model's, as a share or in nats.
-      error: the paired standard error, computed from per-document differences.
-      unpaired: the standard error that would result if the two models had independent documents.
+      error: the paired standard error, computed from per-document differences; None for a single
+        document, or if the documents are not the same.
+      unpaired: the standard error that would result if the two models had independent documents;
+        None for a single document.
       p: the two-sided p-value, by McNemar's exact test for answers that are right or wrong, and by
-        a normal approximation for other metrics.
+        a normal approximation for other metrics; None if neither applies.
     """
 
     value: float
@@ -90,20 +92,27 @@ class Difference(NamedTuple):
     p: float | None
 
 
-def difference(first: Metric, second: Metric) -> Difference:
-    """Return the difference between two models in one metric on the same documents.
+def difference(first: Metric, second: Metric, *, paired: bool = True) -> Difference:
+    """Return the difference between two models in one metric.
+
+    Args:
+      first, second: the metric of each model.
+      paired: whether both metrics are over the same documents, in the same order. Otherwise the
+        difference has no paired error and no p-value.
 
     Raises:
-      ValueError: the metrics have different names or numbers of documents.
+      ValueError: the metrics have different names, or different numbers of paired documents.
     """
-    if first.name != second.name or len(first.total) != len(second.total):
+    if first.name != second.name or (paired and len(first.total) != len(second.total)):
         raise ValueError(
             "two models can only be compared by the same metric over the same documents"
         )
-    error = _error(first.influence - second.influence)
-    errors = [_error(m.influence) for m in (first, second)]
-    unpaired = None if error is None else math.hypot(*errors)
     value = first.rate - second.rate
+    errors = [_error(m.influence) for m in (first, second)]
+    unpaired = None if None in errors else math.hypot(*errors)
+    if not paired:
+        return Difference(value, None, unpaired, None)
+    error = _error(first.influence - second.influence)
     return Difference(value, error, unpaired, _p(first, second, value, error))
 
 

@@ -87,7 +87,8 @@ def comparison(
     return "\n".join(lines) + (
         "\n\nDifferences of shares are in percentage points, those between perplexities in nats. "
         "The standard error is for both models on the same documents; the unpaired error assumes "
-        "different documents. p: McNemar's exact test for shares, the normal distribution for "
+        "different documents. Models that read a single text in different windows have only the "
+        "unpaired error. p: McNemar's exact test for shares, the normal distribution for "
         "nats.\n"
     )
 
@@ -96,7 +97,24 @@ def _differences(a: Result, b: Result) -> list[tuple[Metric, Metric, Difference]
     pairs = zip(a.metrics, b.metrics, strict=True)
     # Metrics per token cannot be compared if the models have different tokenizers.
     same_tokenizer = a.identity["tokenizer"] == b.identity["tokenizer"]
-    return [(a, b, difference(a, b)) for a, b in pairs if same_tokenizer or a.unit != "token"]
+    paired = _have_same_documents(a, b)
+    return [
+        (one, other, difference(one, other, paired=paired))
+        for one, other in pairs
+        if same_tokenizer or one.unit != "token"
+    ]
+
+
+def _have_same_documents(a: Result, b: Result) -> bool:
+    """Return whether the metrics of two results of one source are over the same documents.
+
+    The documents of a single text are its windows. Two models read the same windows only if they
+    have the same tokenizer, window length and stride.
+    """
+    if a.source.kind != "text" or len(a.source.documents) > 1:
+        return True
+    names = ("tokenizer", "max_length", "stride")
+    return all(a.identity.get(name) == b.identity.get(name) for name in names)
 
 
 def _value(metric: Metric) -> str:

@@ -1,15 +1,18 @@
 """Answers are kept and asked for once; results are told as a table, a picture and JSON."""
 
 import json
+import re
 
+import numpy as np
 import pytest
 
 from rmt_tpu import config as cfg
 from rmt_tpu.data import ByteTokenizer
 from rmt_tpu.evaluation.documents import Source
 from rmt_tpu.evaluation.evaluate import Subject, evaluate
-from rmt_tpu.evaluation.report import by_position, write_report
+from rmt_tpu.evaluation.report import by_position, comparison, write_report
 from rmt_tpu.evaluation.scorer import Scorer
+from rmt_tpu.evaluation.scores import TokenScores
 from rmt_tpu.evaluation.tasks import TASKS, Document, whole_text
 from rmt_tpu.storage import open_folder
 from tests import models
@@ -101,6 +104,24 @@ def test_results_are_told(scorer, tmp_path):
     write_report({"one": one, "other": foreign}, open_folder(tmp_path))
     told = json.loads((tmp_path / "evaluation.json").read_text())
     assert metric_names(told) == ["word_perplexity", "byte_perplexity", "bits_per_byte"]
+
+
+def test_different_windows_of_a_single_text_are_not_paired(tmp_path):
+    """One model reads three windows of 8 tokens, or two of 16; another has its own tokens."""
+    text = [Source("text", "text", [whole_text("some words of text")], "text")]
+    log = lambda targets: np.where(targets >= 0, np.float32(-targets), 0).astype(np.float32)
+    scores = lambda tokens, targets: TokenScores(log(targets), targets > 99)
+    result = lambda name, length, **identity: evaluate(
+        subject(Scorer(scores, length), tmp_path / name, max_length=length, **identity), text
+    )
+    short = result("short", 8)
+    row = lambda others: comparison("a", short, "b", others).split("\n")[3]
+    number = r"-?[\d.]+"
+    unpaired = rf"\| text \| byte_perplexity \| .* \| [+-][\d.]+ \|  \| {number} \|  \|  \|"
+    assert re.fullmatch(unpaired, row(result("long", 16)))
+    assert re.fullmatch(unpaired, row(result("foreign", 8, tokenizer="other")))
+    paired = unpaired.replace(r"\|  \| ", rf"\| {number} \| ", 1)
+    assert re.match(paired.removesuffix(r"\|  \|  \|"), row(result("same", 8, weights="b")))
 
 
 def test_nats_by_position_are_those_of_windows(scorer, tmp_path):

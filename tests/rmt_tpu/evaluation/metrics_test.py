@@ -46,6 +46,14 @@ def test_a_difference_is_of_the_same_documents():
         difference(share(right), share(right[1:]))
 
 
+def test_a_difference_of_other_documents_has_only_the_unpaired_error():
+    one, other = share(rng.random(300) < 0.4), share(rng.random(200) < 0.5)
+    apart = difference(one, other, paired=False)
+    assert apart.value == one.rate - other.rate and apart.error is apart.p is None
+    assert apart.unpaired == pytest.approx(math.hypot(one.error, other.error))
+    assert difference(one, share([1.0]), paired=False).unpaired is None
+
+
 def test_p_of_shares_is_mcnemar_s_exact_test():
     """Of 10 documents that differ, 9 are better: 2 (C(10, 9) + C(10, 10)) / 2^10."""
     one, other = [1] * 9 + [0] + [1] * 20, [0] * 9 + [1] + [1] * 20
