@@ -84,6 +84,8 @@ class RmtTpu(TemplateLM):
         )
         self._tokenizer, self._scorer = subject.tokenizer, subject.scorer
         self._decoder, self._folder = subject.decoder, subject.folder
+        # The format is looked up once, because a folder on gs:// answers by requests.
+        self._is_hub = is_hub(subject.folder)
         self._template: ChatTemplate | None = None
         if not self._tokenizer.starts:
             _LOG.warning(
@@ -135,7 +137,7 @@ class RmtTpu(TemplateLM):
 
         If a hub model's chat template wrote the text, nothing is prepended, as in transformers.
         """
-        decided = self._template is not None and is_hub(self._folder.local_path)
+        decided = self._template is not None and self._is_hub
         if tokens[:1] == [self.prefix_token_id] or (decided and tokens):
             return np.array(tokens, np.int32)
         return self._tokenizer.with_bos(tokens)
@@ -190,7 +192,7 @@ class RmtTpu(TemplateLM):
     def _own_template(self) -> ChatTemplate:
         if self._template is None:
             # This package's training puts a start token before every text.
-            starts = not is_hub(self._folder.local_path)
+            starts = not self._is_hub
             self._template = read_template(self._folder, self._tokenizer, starts=starts)
         if self._template is None:
             raise UsageError(
