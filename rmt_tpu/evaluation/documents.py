@@ -76,7 +76,7 @@ def read_task(
       RunError: the hub does not provide the data.
     """
     if data_dir == HUB:
-        digest, lines = f"hub/{'/'.join(map(str, task.hub))}", _from_hub(task)
+        digest, lines = f"hub/{'/'.join(map(str, task.hub))}", _from_hub(task, flag)
     else:
         with usage_errors(flag, data_dir):
             span = _find(task, data_dir)
@@ -128,12 +128,12 @@ def _find(task: Task, data_dir: str):
     )
 
 
-def _from_hub(task: Task) -> Iterator[tuple[str, Mapping[str, Any]]]:
+def _from_hub(task: Task, flag: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
     try:
         import datasets
     except ImportError:
         raise UsageError(
-            f"--data_dir={HUB} needs the package datasets: pip install 'rmt_tpu[lm-eval]'; a "
+            f"--{flag}={HUB} needs the package datasets: pip install 'rmt_tpu[lm-eval]'; a "
             "folder of files does not need it"
         ) from None
     path, name, split = task.hub
@@ -142,7 +142,7 @@ def _from_hub(task: Task) -> Iterator[tuple[str, Mapping[str, Any]]]:
     # Catch all errors, because several libraries raise their own, for example without a network.
     except Exception as error:
         raise RunError(
-            f"--data_dir={HUB}: {path} cannot be loaded: {one_line(error)[:200]}; a folder of "
+            f"--{flag}={HUB}: {path} cannot be loaded: {one_line(error)[:200]}; a folder of "
             "files needs no network"
         ) from None
     return ((f"{path} {split} {number}", line) for number, line in enumerate(dataset))
@@ -195,7 +195,11 @@ class SourceRequests(NamedTuple):
 
 
 def ask(
-    source: Source, tokenizer: data.Tokenizer, max_length: int, stride: int | None
+    source: Source,
+    tokenizer: data.Tokenizer,
+    max_length: int,
+    stride: int | None,
+    flag: str = "tasks",
 ) -> SourceRequests:
     """Return the scoring requests of all documents of a source.
 
@@ -212,10 +216,12 @@ def ask(
       max_length: the maximum number of tokens that the model reads at a time.
       stride: the number of tokens that each window over a text scores. The rest of a window is
         context. The first window scores all its tokens. None means `max_length`.
+      flag: the command-line flag that set the task, for error messages.
 
     Raises:
-      UsageError: a text cannot be encoded.
+      UsageError: a text cannot be encoded, or has no token to score.
     """
+    asked = "--text" if source.task is None else f"--{flag}={source.name}"
     if source.kind == "text":
         bos = np.array([tokenizer.bos], np.int32)
         encoded = tokenizer.encode_all([document.pairs[0][1] for document in source.documents])
@@ -226,7 +232,7 @@ def ask(
         ]
         requests, owners = [w[0] for w in windows], [w[1] for w in windows]
         if not requests:
-            raise UsageError("--text has no tokens to score; legal: texts that are not empty")
+            raise UsageError(f"{asked} has no tokens to score; legal: texts that are not empty")
         return SourceRequests(source, requests, np.array(owners))
     pairs = [
         _strip_context(context, continuation)
@@ -244,7 +250,7 @@ def ask(
         prefix = len(context_tokens[context])
         if len(text) <= prefix:
             raise UsageError(
-                f"--tasks={source.name}: with this tokenizer, the continuation "
+                f"{asked}: with this tokenizer, the continuation "
                 f"{continuation!r:.80} adds no token to its context"
             )
         requests.append(Request(tokenizer.with_bos(text[:prefix]), text[prefix:]))

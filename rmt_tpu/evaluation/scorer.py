@@ -160,12 +160,21 @@ class Scorer(NamedTuple):
         if running is not None:
             yield _answers(running, running_scores, requests)
 
-    def check(self, name: str, requests: Sequence[Request]) -> None:
-        """Raise UsageError if a continuation of the task `name` exceeds `max_length` tokens."""
+    def check(self, name: str, requests: Sequence[Request], flag: str = "max_length") -> None:
+        """Check that no continuation of a task exceeds `max_length` tokens.
+
+        Args:
+          name: the name of the task.
+          requests: the requests of the task.
+          flag: the command-line flag that set the length, for error messages.
+
+        Raises:
+          UsageError: a continuation is longer.
+        """
         longest = max(len(request.continuation) for request in requests)
         if longest > self.max_length:
             raise UsageError(
-                f"--max_length={self.max_length} is less than the {longest} tokens of the longest "
+                f"--{flag}={self.max_length} is less than the {longest} tokens of the longest "
                 f"continuation of {name}; legal: {longest} or more"
             )
 

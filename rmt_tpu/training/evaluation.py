@@ -144,7 +144,9 @@ class TaskMetrics:
             limit=train.eval_tasks_limit,
             flag="eval_data_dir",
         )
-        self._asked = [ask(read(task), tokenizer, seq_len, None) for task in tasks]
+        self._asked = [
+            ask(read(task), tokenizer, seq_len, None, flag="eval_tasks") for task in tasks
+        ]
         devices = lambda axes: math.prod(run.mesh.shape[axis] for axis in axes)
         parts = (
             (train.microbatches or run.mesh.shape["stage"]) if run.mesh.shape["stage"] > 1 else 1
@@ -165,7 +167,7 @@ class TaskMetrics:
             batch_tokens=train.batch_size * seq_len // train.accumulate,
         )
         for asked in self._asked:
-            self._scorer.check(asked.source.name, asked.requests)
+            self._scorer.check(asked.source.name, asked.requests, flag="seq_len")
 
     def __call__(self, params: Any) -> dict[str, float]:
         """Return the scores of all tasks, with standard errors, for the given parameters."""

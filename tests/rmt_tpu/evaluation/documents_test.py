@@ -150,6 +150,13 @@ def test_spaces_that_end_a_context_belong_to_the_continuation():
         ask(nothing, ByteTokenizer(), 10, None)
 
 
+def test_texts_without_a_token_are_told_by_their_flag():
+    for task, flag in ((TASKS["wikitext"], "--eval_tasks=wikitext"), (None, "--text")):
+        source = Source("wikitext", "text", [whole_text("")], "", task)
+        with pytest.raises(UsageError, match=f"^{flag} has no tokens to score; legal: "):
+            ask(source, ByteTokenizer(), 10, None, flag="eval_tasks")
+
+
 def test_a_text_without_a_start_token_where_the_tokenizer_puts_none():
     """Something is before what is scored all the same, as in the harness."""
     tokenizer = ByteTokenizer()

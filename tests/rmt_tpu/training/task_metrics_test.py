@@ -1,6 +1,7 @@
 """Tasks that are asked while a run goes on, on any mesh it can have."""
 
 import json
+import sys
 
 import pytest
 
@@ -68,9 +69,16 @@ def test_live_parameters_give_what_the_checkpoint_does(config, tmp_path, mesh):
             {"train.eval_data_dir": "nowhere"},
             "--eval_data_dir='nowhere': the folder has no piqa.jsonl",
         ),
+        ({"train.eval_data_dir": "hub"}, "--eval_data_dir=hub needs the package datasets"),
+        ({"data.seq_len": 4}, "--seq_len=4 is less than the 6 tokens of the longest continuation"),
+        ({"train.eval_tasks": "wikitext"}, "--eval_tasks=wikitext has no tokens to score; legal"),
     ],
 )
-def test_what_cannot_be_asked_is_told_before_the_run_begins(config, tmp_path, changes, message):
+def test_what_cannot_be_asked_is_told_before_the_run_begins(
+    config, tmp_path, monkeypatch, changes, message
+):
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    (tmp_path / "wikitext.jsonl").write_text('{"page": ""}')
     with pytest.raises(UsageError, match=message):
         trainer.train(overrides.apply(config, changes), tmp_path / "run", label="tiny")
     assert not (tmp_path / "run").exists()
