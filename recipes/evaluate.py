@@ -11,8 +11,8 @@ interrupted command resumes when it is repeated. The command writes evaluation.j
 and plots/evaluation.png to --output. The default is the run folder.
 
 --against compares the model on the same documents with the model of another run folder, with
-`untrained` (the model before its first training step), or with `unigram` (token frequencies in the
-training text).
+`untrained` (the run's model before its first training step, with the weights that its --init_from
+supplied as they are now), or with `unigram` (token frequencies in the training text).
 """
 
 import sys
@@ -68,8 +68,8 @@ _BATCH_TOKENS = flags.DEFINE_integer(
 _AGAINST = flags.DEFINE_list(
     "against",
     [],
-    "models to compare with: run folders, untrained (the model before training) or unigram (token "
-    "frequencies)",
+    "models to compare with: run folders, untrained (the run's model before training, with random "
+    "weights or those of the folder from which the run started) or unigram (token frequencies)",
 )
 _OUTPUT = flags.DEFINE_string(
     "output", None, "folder for the results; the default is the run folder"

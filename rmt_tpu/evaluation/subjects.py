@@ -6,19 +6,23 @@ The baselines are the untrained model and a unigram model.
 import dataclasses
 import math
 
+import jax
 import numpy as np
 from flax import nnx
 
 import rmt_tpu
+from rmt_tpu.config import RunConfig
 from rmt_tpu.data import Tokenizer
 from rmt_tpu.data.datasets import load_datasets
 from rmt_tpu.data.marked import without_marks
 from rmt_tpu.decoder import Decoder
+from rmt_tpu.errors import UsageError
 from rmt_tpu.evaluation.evaluate import Subject
 from rmt_tpu.evaluation.scorer import BATCH_TOKENS, Scorer, fingerprint
 from rmt_tpu.evaluation.scores import TokenScores
 from rmt_tpu.generation import cast_once
 from rmt_tpu.runs.loading import load_step
+from rmt_tpu.runs.warm_start import WarmStart
 from rmt_tpu.runs.workdir import read_config
 from rmt_tpu.storage import Location, open_folder
 
@@ -64,17 +68,40 @@ def run_subject(
 def untrained(workdir: Location, subject: Subject) -> Subject:
     """Return a run's model as it was before its first training step, as a baseline for `subject`.
 
-    The model gets the sequence length, batch size and tokenizer of `subject`.
+    The parameters are random, except those that `train.init_from` supplied. These are read from its
+    folder as it is now: if it is a run that has been trained further, they are the later ones. The
+    model gets the sequence length, batch size and tokenizer of `subject`.
 
     Raises:
       ArgumentError: the folder has no run, for example because it is in the hub's format.
+      UsageError: the model in the folder of `train.init_from` is missing or does not fit any more.
+      RunError: a file or checkpoint of that model is damaged.
     """
-    config = read_config(workdir)
-    decoder = Decoder(config.model, rngs=nnx.Rngs(config.train.seed))
+    decoder = _initial(read_config(workdir))
     identity = subject.identity | {"weights": fingerprint(decoder), "step": 0}
     decoder = cast_once(decoder)
     scorer = Scorer.of(decoder, subject.scorer.max_length, subject.scorer.batch_tokens)
     return subject._replace(name=UNTRAINED, scorer=scorer, identity=identity, decoder=decoder)
+
+
+def _initial(config: RunConfig) -> Decoder:
+    """Return the model with which a run starts; see `untrained` for the errors."""
+    decoder = Decoder(config.model, rngs=nnx.Rngs(config.train.seed))
+    if not config.train.init_from:
+        return decoder
+    graphdef, state = nnx.split(decoder, nnx.Param)
+    params = nnx.to_pure_dict(state)
+    shardings = jax.tree.map(lambda x: x.sharding, params)
+    try:
+        start = WarmStart(config.train.init_from, config.model)
+        params = start.initial_params(params, shardings, log=lambda line: None)
+    except UsageError as error:
+        # The flag --init_from of this command selects the model that is evaluated.
+        reason = str(error).replace("--init_from", "train.init_from")
+        raise UsageError(
+            f"--against={UNTRAINED} needs the weights from which the run started: {reason}"
+        ) from None
+    return nnx.merge(graphdef, params)
 
 
 def unigram(workdir: Location, subject: Subject) -> Subject:
