@@ -33,7 +33,6 @@ If depth attention splits the residual into `num_heads` parts, each part grows s
 matrix A for its size.
 """
 
-import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
@@ -43,7 +42,7 @@ import numpy as np
 from jaxtyping import Float
 
 from rmt_tpu.checkpoint import Checkpointer, StoredArray
-from rmt_tpu.config import ModelConfig, overrides
+from rmt_tpu.config import ModelConfig
 from rmt_tpu.errors import UsageError
 
 SlotContent = Literal["turned", "zeros", "ones"]
@@ -64,29 +63,6 @@ KEY_AXES: dict[str, tuple[tuple[int, ...], SlotContent]] = {
     # The first projections of MUDD's networks have shape [D_k, D_v, n].
     "project_in": ((-3,), "zeros"),
 }
-# These fields of the model config may differ between the old model and the new one. The field
-# `store` contains D_k.
-_MAY_DIFFER = ("store", "compute_dtype", "remat")
-
-
-def grow(tree: Any, old_model: ModelConfig, new_model: ModelConfig) -> Any:
-    """Grow the arrays in `tree` from the D_k of `old_model` to the D_k of `new_model`.
-
-    Args:
-      tree: a tree of numpy arrays. It consists of the parameters, as returned by `nnx.to_pure_dict`
-        and stacked in any way, or of a TrainState with parameters and Adam's moments.
-      old_model: the config of the model that `tree` belongs to.
-      new_model: the config of the same model with a larger D_k.
-
-    Returns:
-      The grown tree with the same dtypes. New slots follow the old slots, separately in each head
-      of depth attention. Arrays without an axis of size D_k are unchanged.
-
-    Raises:
-      UsageError: the models differ in more than D_k, or no exact growth to that size is known.
-    """
-    slots = _Slots(old_model, new_model)
-    return jax.tree_util.tree_map_with_path(slots.grow_leaf, tree)
 
 
 def restore_grown(
@@ -102,13 +78,14 @@ def restore_grown(
     Every process reads the whole of each array with an axis of size D_k, grows it on its host, and
     puts shards of it on its devices. These arrays are small. Other arrays are read as usual. The
     meshes of the checkpoint and of `like` may differ. A folder may have checkpoints from before and
-    after a growth.
+    after a growth. New slots follow the old slots, separately in each head of depth attention.
 
     Args:
       checkpoints: the run's checkpoints.
-      like: the argument `like` of `Checkpointer.restore`, for `model`.
-      model: the config of the model to restore. A checkpoint with the same D_k is restored without
-        growth.
+      like: the argument `like` of `Checkpointer.restore`, for `model`. Its parameters are those of
+        `nnx.to_pure_dict`, stacked in any way.
+      model: the config of the model to restore. The checkpoint's model differs from it at most in
+        D_k. A checkpoint with the same D_k is restored without growth.
       step: step of the checkpoint; None is the newest undamaged one.
       partial: the argument `partial` of `Checkpointer.restore`.
 
@@ -116,7 +93,7 @@ def restore_grown(
       The step, the grown tree, and the metadata that the checkpoint was saved with.
 
     Raises:
-      UsageError: see `grow` and `Checkpointer.restore`.
+      UsageError: no exact growth from the checkpoint's D_k is known, or see `Checkpointer.restore`.
       RunError: see `Checkpointer.restore`.
     """
     slots: _Slots | None = None
@@ -126,8 +103,7 @@ def restore_grown(
         slots, size = None, key_dim(stored)
         if not model.store.has_keys or size in (None, model.store.key_dim):
             return like
-        store = dataclasses.replace(model.store, key_dim=size)
-        slots = _Slots(dataclasses.replace(model, store=store), model)
+        slots = _Slots(model, size)
         return jax.tree_util.tree_map_with_path(slots.leaf_before_growth, like)
 
     step, tree, meta = checkpoints.restore(tree_before_growth, step, partial=partial)
@@ -160,21 +136,26 @@ def growth_matrix(slots: int, new: int) -> Float[np.ndarray, "new slots"]:
 
 
 class _Slots:
-    """The conversion of arrays from a model to the same model with a larger D_k.
+    """The conversion of arrays from a model with a smaller D_k to the same model with a larger one.
 
     The slots (rows of a token's residual matrix) are split into `parts` of equal size, the heads of
     attention over depth. Each part grows separately.
+
+    Args:
+      model: the config of the model with the larger D_k.
+      size: the smaller D_k.
+
+    Raises:
+      UsageError: no exact growth from `size` is known.
     """
 
-    def __init__(self, old_model: ModelConfig, new_model: ModelConfig):
-        _check(old_model, new_model)
-        self.parts = getattr(new_model.mixer, "num_heads", 1)
-        self.size, self.new_size = old_model.store.key_dim, new_model.store.key_dim
-        self.vector_dim = new_model.data_shape[1]
+    def __init__(self, model: ModelConfig, size: int):
+        self.parts = getattr(model.mixer, "num_heads", 1)
+        self.size, self.new_size = size, model.store.key_dim
+        _check(self.size, self.new_size, self.parts)
+        self.vector_dim = model.data_shape[1]
         part, new_part = self.size // self.parts, self.new_size // self.parts
-        self.matrix = (
-            growth_matrix(part, new_part - part) if new_part > part else np.zeros((0, part))
-        )
+        self.matrix = growth_matrix(part, new_part - part)
 
     def leaf_before_growth(self, path: Sequence[Any], leaf: Any) -> Any:
         """Return the array that must be restored before a leaf of the grown model can be computed.
@@ -237,21 +218,13 @@ class _Slots:
         return (*shape[:-4], math.prod(shape[-4:-2]), math.prod(shape[-2:]))
 
 
-def _check(old_model: ModelConfig, new_model: ModelConfig) -> None:
-    if not (old_model.store.has_keys and new_model.store.has_keys):
-        raise UsageError("D_k can grow only in a model whose model.store is a matrix")
-    old, new = overrides.to_json(old_model), overrides.to_json(new_model)
-    different = overrides.differences(old, new | {name: old[name] for name in _MAY_DIFFER}, "model")
-    if different:
-        raise UsageError(f"a checkpoint can grow only in D_k: {'; '.join(different)}")
-    size, wanted = old_model.store.key_dim, new_model.store.key_dim
-    parts = getattr(new_model.mixer, "num_heads", 1)
-    if wanted != size and size % parts:
+def _check(size: int, wanted: int, parts: int) -> None:
+    if size % parts:
         raise UsageError(
             f"model.store.key_dim={size} cannot grow with model.mixer.num_heads={parts}, because "
             f"{size} is not a multiple of {parts}; legal: {size}"
         )
-    if wanted != size and (wanted < 2 * size or wanted % parts):
+    if wanted < 2 * size or wanted % parts:
         multiples = f" in multiples of {parts}" if parts > 1 else ""
         raise UsageError(
             f"model.store.key_dim={wanted} cannot compute the same function as the "
