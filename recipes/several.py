@@ -159,11 +159,13 @@ def train_in_processes(trials: list[Trial], jobs: int) -> int | None:
 
     Returns:
       None, or the program's exit code if a run failed or a signal was received. In that case, the
-      other runs are stopped and saved, and the command that resumes is printed.
+      other runs are stopped and saved, and the command that resumes is printed. After a second
+      Ctrl-C they are stopped at once, without a checkpoint. The code of a run that a signal killed
+      is 128 + the signal's number, as in a shell.
     """
     cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
     parts = [cores[i % max(len(cores), 1) :: jobs] for i in range(jobs)]
-    queue, running, codes = list(enumerate(trials, 1)), {}, []
+    queue, running, failed = list(enumerate(trials, 1)), {}, []
     stopped: list[int] = []
     handlers = {
         s: signal.signal(s, lambda number, _: stopped.append(number))
@@ -173,38 +175,72 @@ def train_in_processes(trials: list[Trial], jobs: int) -> int | None:
     }
     try:
         while queue or running:
-            while queue and len(running) < jobs and not stopped and not any(codes):
+            while queue and len(running) < jobs and not stopped and not failed:
                 number, trial = queue.pop(0)
                 part = next(i for i in range(jobs) if i not in running)
                 print(f"run {number} of {len(trials)}: {trial.label}", file=sys.stderr, flush=True)
-                running[part] = _process(trial, parts[part])
-            if stopped or any(codes):
+                running[part] = _Child(trial, parts[part])
+            if stopped or failed:
                 queue.clear()
-                for process in running.values():
-                    process.send_signal(signal.SIGTERM)
-            for part, process in list(running.items()):
+                for child in running.values():
+                    child.terminate(times=2 if stopped.count(signal.SIGINT) > 1 else 1)
+            for part, child in list(running.items()):
                 with contextlib.suppress(subprocess.TimeoutExpired):
-                    codes.append(process.wait(timeout=0.2))
+                    if code := child.wait(0.2):
+                        failed.append(code)
                     del running[part]
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)
-    if stopped or any(codes):
+    if stopped or failed:
         print(f"stopped; to resume:\n  {program.resume_command()}")
-        return program.exit_code(signal.Signals(stopped[0])) if stopped else max(codes)
+        # The runs that failed later may have failed because they were stopped.
+        return program.exit_code(signal.Signals(stopped[0])) if stopped else failed[0]
     return None
 
 
-def _process(trial: Trial, cores: list[int]) -> subprocess.Popen:
-    name = Path(sys.argv[0]).stem.removeprefix("rmt-").replace("-", "_")
-    command = [sys.executable, "-m", f"recipes.{name}", *sys.argv[1:], "--jobs=1"]
-    process = subprocess.Popen(
-        [*command, f"--only={glob.escape(trial.label)}"],
-        stdout=subprocess.DEVNULL,
-        # The child runs in a new session, so that Ctrl-C in the terminal reaches only this process,
-        # which then sends SIGTERM to all children.
-        start_new_session=True,
-    )
-    if cores:
-        os.sched_setaffinity(process.pid, cores)
-    return process
+class _Child:
+    """A process that trains one trial.
+
+    Args:
+      trial: the trial.
+      cores: the numbers of the CPU cores on which the process runs; [] means any.
+    """
+
+    def __init__(self, trial: Trial, cores: list[int]):
+        self._label, self._terms_sent = trial.label, 0
+        name = Path(sys.argv[0]).stem.removeprefix("rmt-").replace("-", "_")
+        command = [sys.executable, "-m", f"recipes.{name}", *sys.argv[1:], "--jobs=1"]
+        self._process = subprocess.Popen(
+            [*command, f"--only={glob.escape(trial.label)}"],
+            stdout=subprocess.DEVNULL,
+            # The child runs in a new session, so that Ctrl-C in the terminal reaches only this
+            # process, which then sends SIGTERM to all children.
+            start_new_session=True,
+        )
+        if cores:
+            os.sched_setaffinity(self._process.pid, cores)
+
+    def terminate(self, times: int) -> None:
+        """Send SIGTERM, unless it was sent this number of times before.
+
+        The first one lets the process save a checkpoint, and the second one kills it.
+        """
+        if self._terms_sent < times:
+            self._process.send_signal(signal.SIGTERM)
+            self._terms_sent += 1
+
+    def wait(self, seconds: float) -> int:
+        """Wait for the end of the process, and return its exit code as a shell does.
+
+        If the process failed and was not asked to stop, a line on stderr says so.
+
+        Raises:
+          TimeoutExpired: the process is still running after this number of seconds.
+        """
+        code = self._process.wait(timeout=seconds)
+        if code and not self._terms_sent:
+            name = next((s.name for s in signal.Signals if s == -code), f"signal {-code}")
+            how = f"failed with exit code {code}" if code > 0 else f"was killed by {name}"
+            print(f"error: run {self._label} {how}", file=sys.stderr, flush=True)
+        return code if code >= 0 else 128 - code

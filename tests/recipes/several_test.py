@@ -1,0 +1,90 @@
+"""recipes.several: how runs in processes of their own are stopped, and what their end says."""
+
+import os
+import signal
+import subprocess
+from collections.abc import Callable
+
+import pytest
+
+from recipes import several
+from rmt_tpu.config.presets import run as preset_run
+from rmt_tpu.storage import open_folder
+
+
+class Child:
+    """In place of a process: it ends by itself, or some looks after it was told to stop.
+
+    Attributes:
+      told: the signals sent to it.
+      looks: how often it was looked at before it ended.
+    """
+
+    def __init__(self, code: int | None = None, act: Callable[[int], None] = lambda look: None):
+        self.code, self.act, self.told, self.looks = code, act, [], 0
+
+    def send_signal(self, number: int) -> None:
+        self.told.append(number)
+
+    def wait(self, timeout: float) -> int:
+        self.looks += 1
+        self.act(self.looks)
+        if self.code is not None:
+            return self.code
+        if self.looks < 8:
+            raise subprocess.TimeoutExpired("child", timeout)
+        return 0 if len(self.told) == 1 else -signal.SIGTERM
+
+
+@pytest.fixture
+def train(monkeypatch, tmp_path):
+    """Train as many runs as there are children, all at the same time."""
+
+    def run(*children: Child) -> int | None:
+        monkeypatch.delattr(os, "sched_getaffinity", raising=False)
+        waiting = list(children)
+        monkeypatch.setattr(subprocess, "Popen", lambda *args, **options: waiting.pop(0))
+        config, folder = preset_run("rmt-tiny"), open_folder(tmp_path)
+        trials = [several.Trial(f"arm/seed-{n}", folder, config) for n in range(len(children))]
+        return several.train_in_processes(trials, jobs=len(children))
+
+    return run
+
+
+def send(*numbers: int) -> Callable[[int], None]:
+    """What sends this process a signal at each of the first looks."""
+    return lambda look: os.kill(os.getpid(), numbers[look - 1]) if look <= len(numbers) else None
+
+
+@pytest.mark.parametrize(
+    "code, exit_code, line",
+    [(3, 3, "failed with exit code 3"), (-signal.SIGKILL, 137, "was killed by SIGKILL")],
+)
+def test_after_a_failure_the_others_are_saved(train, capsys, code, exit_code, line):
+    other = Child()
+    assert train(Child(code), other) == exit_code
+    assert other.told == [signal.SIGTERM] and other.looks == 8
+    said = capsys.readouterr()
+    assert said.err.splitlines()[2:] == [f"error: run arm/seed-0 {line}"]
+    assert said.out.startswith("stopped; to resume:")
+
+
+@pytest.mark.parametrize(
+    "numbers, told, exit_code",
+    [
+        ((signal.SIGTERM,), 1, 0),
+        ((signal.SIGUSR1, signal.SIGTERM), 1, 0),
+        ((signal.SIGINT,), 1, 130),
+        ((signal.SIGINT, signal.SIGINT), 2, 130),
+    ],
+)
+def test_a_signal_saves_all_and_a_second_ctrl_c_kills(train, numbers, told, exit_code):
+    children = Child(act=send(*numbers)), Child()
+    assert train(*children) == exit_code
+    assert [child.told for child in children] == [[signal.SIGTERM] * told] * 2
+
+
+def test_nothing_is_told_to_runs_that_end_well(train):
+    children = Child(0), Child(0)
+    assert train(*children) is None
+    assert [child.told for child in children] == [[], []]
