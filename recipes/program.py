@@ -258,10 +258,10 @@ def _check_values_follow(arguments: list[str]) -> None:
     """
     remaining = iter(arguments)
     for argument in remaining:
+        if argument == "--":
+            return  # absl parses no flags after this, but it does after a positional argument.
         name = re.sub("^--?", "", argument)
-        if argument == "--" or name == argument:
-            return  # absl parses no flags after the first argument that is not a flag.
-        if name not in flags.FLAGS or flags.FLAGS[name].boolean:
+        if name == argument or name not in flags.FLAGS or flags.FLAGS[name].boolean:
             continue
         if (value := next(remaining, "")).startswith("--"):
             raise UsageError(f"--{name} has no value before {shown(value)}; legal: --{name}=VALUE")

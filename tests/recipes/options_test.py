@@ -225,6 +225,16 @@ REFUSED = {
         ["--workdir", "--dry_run"],
         "--workdir has no value before '--dry_run'; legal: --workdir=VALUE",
     ),
+    "a flag as a value after a name": (
+        "experiment",
+        ["rmt-scaling", "--workdir", "--jobs=2"],
+        "--workdir has no value before '--jobs=2'; legal: --workdir=VALUE",
+    ),
+    "nothing after two dashes": (
+        "experiment",
+        ["--", "rmt-scaling", "--workdir", "--jobs=2"],
+        "argument '--workdir' is not a flag",
+    ),
     "temperature": ("generate", ["--workdir=x", "--temperature=nan"], "--temperature=nan must be"),
     "generate's seed": ("generate", ["--workdir=x", "--seed=-1"], "--seed=-1 must be at least 0"),
     "float64": (
