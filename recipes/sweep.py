@@ -200,7 +200,7 @@ class _Sweep:
                     return code
                 count_done += len(flat)
                 variant_rows = [
-                    self._row(variant, point, steps, point_trials)
+                    self._row(variant, point, point_trials)
                     for point, point_trials in zip(points, trials, strict=False)
                 ]
                 rows += variant_rows
@@ -238,11 +238,11 @@ class _Sweep:
             )
         return trials
 
-    def _row(self, variant: str, point: dict, steps: int, trials: list[several.Trial]):
+    def _row(self, variant: str, point: dict, trials: list[several.Trial]):
         return self.sweep.SweepRow(
             variant,
             point,
-            steps,
+            trials[0].config.train.steps,
             [trial.config.train.seed for trial in trials],
             [self.sweep.held_out_loss(trial.folder) for trial in trials],
         )

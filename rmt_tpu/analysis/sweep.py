@@ -205,6 +205,11 @@ class SweepRow:
             return math.inf
         return math.fsum(self.losses) / len(self.losses)
 
+    @property
+    def searches_steps(self) -> bool:
+        """Whether the number of steps is one of the searched values."""
+        return not self.point.keys().isdisjoint(("train", "train.steps"))
+
 
 def best(rows: Iterable[SweepRow], count: int = 1) -> list[SweepRow]:
     """Return the `count` results with the lowest loss, best first."""
@@ -314,12 +319,18 @@ def transfer(rows: Sequence[SweepRow]) -> str:
 
 
 def _last_rungs(rows: Sequence[SweepRow]) -> dict[str, list[SweepRow]]:
-    """Return a dict from variant to its results with the largest number of training steps."""
-    most = max(row.steps for row in rows)
-    found: dict[str, list[SweepRow]] = {}
+    """Return a dict from variant to its results of the last rung of successive halving.
+
+    The last rung has the variant's largest number of steps. A search over the number of steps has
+    one rung.
+    """
+    most: dict[str, int] = {}
     for row in rows:
-        if row.steps == most:
-            found.setdefault(row.variant, []).append(row)
+        most[row.variant] = max(row.steps, most.get(row.variant, 0))
+    found: dict[str, list[SweepRow]] = {variant: [] for variant in most}
+    for row in rows:
+        if row.searches_steps or row.steps == most[row.variant]:
+            found[row.variant].append(row)
     return found
 
 
@@ -333,14 +344,15 @@ def _draw(rows: Sequence[SweepRow], spaces: Sequence[Space], folder: Folder) -> 
     # points also differ in other values. A path such as a seed, which is not a quantity, has no
     # line.
     joined = len(spaces) == 1 and spaces[0].path != "train.seed"
-    lines = list(dict.fromkeys((row.variant, row.steps) for row in rows))
+    line_of = lambda row: (row.variant, None if row.searches_steps else row.steps)
+    lines = list(dict.fromkeys(map(line_of, rows)))
     several = len({steps for _, steps in lines}) > 1
     for axes, space in zip(panels, spaces, strict=True):
         at = {name_of(row.point): row.point[space.path] for row in rows}
         if not all(isinstance(value, int | float) for value in at.values()):
             at = {name: _text(value) for name, value in at.items()}
         for index, (variant, steps) in enumerate(lines):
-            variant_rows = [row for row in rows if (row.variant, row.steps) == (variant, steps)]
+            variant_rows = [row for row in rows if line_of(row) == (variant, steps)]
             style = line_style(index) | ({} if joined else {"linestyle": "none"})
             label = f"{variant}, {steps} steps" if several else variant
             done = [row for row in variant_rows if math.isfinite(row.loss)]

@@ -24,6 +24,13 @@ def _step(self, train_step, step, batches):
 Loop.take_step = _step
 """
 
+# In place of training.
+NO_TRAINING = """
+from rmt_tpu.analysis import sweep
+sweep.try_run = lambda config, folder, *, label: None
+sweep.held_out_loss = lambda folder: 2.5
+"""
+
 
 def rows(folder):
     return json.loads((folder / "sweep.json").read_text())
@@ -42,6 +49,25 @@ def test_a_sweep_goes_on_and_survives_what_diverges(tmp_path):
     again = cli.succeed("sweep", *flags)
     assert "compiled the train step" not in again.stderr
     assert rows(tmp_path) == [found]
+
+
+@pytest.mark.parametrize(
+    "flags, labels",
+    [
+        (
+            ["--sweep=train.seed=1", "--steps=6", "--variant=x1", "--variant=x2 train.steps=9"],
+            ["x1 | 1 | 6", "x2 | 1 | 9"],
+        ),
+        (["--sweep=train.steps=6,9"], ["model | 6 | 6", "model | 9 | 9"]),
+    ],
+)
+def test_a_row_has_the_steps_of_its_own_runs(flags, labels, tmp_path):
+    flags += [f"--data={cli.TEXT}", "--preset=rmt-tiny", f"--workdir={tmp_path}"]
+    process = cli.start("sweep", *flags, first=NO_TRAINING)
+    out, err = process.communicate()
+    assert process.returncode == 0, err
+    assert [row["steps"] for row in rows(tmp_path)] == [6, 9]
+    assert all(f"| {label} | 2.5000 |" in out for label in labels)
 
 
 @pytest.mark.slow

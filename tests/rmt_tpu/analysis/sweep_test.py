@@ -102,6 +102,26 @@ def test_tables_and_picture(tmp_path):
     assert (tmp_path / "sweep.png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
 
 
+def test_variants_with_other_numbers_of_steps_are_compared():
+    rows = [row("x1", 0.1, 3.0, steps=5), row("x1", 0.2, 2.0, steps=5)]
+    rows += [row("x1", 0.2, 1.9, steps=10), row("x2", 0.2, 1.5, steps=20)]
+    assert sweep.transfer(rows).splitlines()[2:] == [
+        "| x1 | learning_rate=0.2 | 1.9000 | 1.9000 | 0.0000 |",
+        "| x2 | learning_rate=0.2 | 1.5000 | 1.5000 | 0.0000 |",
+    ]
+
+
+def test_searched_steps_are_points_of_one_line(tmp_path, monkeypatch):
+    drawn = []
+    monkeypatch.setattr(sweep, "save_picture", lambda figure, *where: drawn.append(figure))
+    losses = {4: 1.5, 8: 2.5}
+    rows = [sweep.SweepRow("m", {"train.steps": n}, n, [0], [loss]) for n, loss in losses.items()]
+    text = sweep.write_sweep(rows, [sweep.parse_space("train.steps=4,8")], tmp_path)
+    assert text.splitlines()[-1].startswith("| m | steps=4 | 1.5000 |")
+    (line, *_) = drawn[0].axes[0].get_legend_handles_labels()[0]
+    assert list(line.lines[0].get_xdata()) == [4, 8]
+
+
 def test_that_a_run_diverged_is_not_said_of_another_one_in_its_folder(tmp_path, monkeypatch):
     """With another config it trains there, and has a loss."""
     folder, config = open_folder(tmp_path), preset_run("rmt-tiny")
