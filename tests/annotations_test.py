@@ -1,6 +1,9 @@
 """The packages' annotations are checked while tests run: types, shapes, arguments and outcomes."""
 
+import ast
 import dataclasses
+import re
+from pathlib import Path
 
 import beartype
 import jax.numpy as jnp
@@ -11,6 +14,11 @@ from jaxtyping import Float, TypeCheckError
 import pallas_kernels
 from rmt_tpu.config import presets
 from tests import annotations
+
+ROOT = Path(__file__).parents[1]
+PACKAGES = ("pallas_kernels", "recipes", "rmt_tpu", "sharding")
+# Names of axes are not written like this.
+CLASS = re.compile(r"_?[A-Z][a-z]\w*( \| None)?")
 
 checked = annotations.checked(typechecker=beartype.beartype)
 
@@ -77,6 +85,36 @@ def test_names_as_text_are_looked_up():
     assert make(3) == "3"
     with pytest.raises(TypeCheckError):
         make("3")
+
+
+def test_classes_named_as_text_exist():
+    """A method's class has no name yet when the method is made, so a text names it."""
+    wrong = []
+    for package in PACKAGES:
+        for path in sorted((ROOT / package).rglob("*.py")):
+            tree = ast.parse(path.read_text(encoding="utf-8"))
+            known = set(filter(None, map(name_of, ast.walk(tree))))
+            for annotation in filter(None, map(annotation_of, ast.walk(tree))):
+                texts = (x.value for x in ast.walk(annotation) if isinstance(x, ast.Constant))
+                for text in filter(CLASS.fullmatch, filter(is_text, texts)):
+                    if text.removesuffix(" | None") not in known:
+                        wrong.append(f"{path.relative_to(ROOT)}:{annotation.lineno} {text}")
+    assert not wrong
+
+
+def name_of(node: ast.AST) -> str | None:
+    """Return the name that a class or an assignment gives to something."""
+    if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+        return node.id
+    return node.name if isinstance(node, ast.ClassDef) else None
+
+
+def is_text(value) -> bool:
+    return isinstance(value, str)
+
+
+def annotation_of(node: ast.AST) -> ast.expr | None:
+    return getattr(node, "annotation", None) or getattr(node, "returns", None)
 
 
 def test_what_has_no_annotation_is_left_as_it_is():

@@ -372,7 +372,7 @@ class _PendingRead(NamedTuple):
     future: Any
 
     @classmethod
-    def start(cls, part: ts.TensorStore) -> "_Reading":
+    def start(cls, part: ts.TensorStore) -> "_PendingRead":
         dtype = part.dtype.numpy_dtype
         buffer = np.empty(part.size * dtype.itemsize + _ALIGNMENT, np.uint8)
         skip = -buffer.ctypes.data % _ALIGNMENT
@@ -404,7 +404,7 @@ class _ReadPlan(NamedTuple):
     stored_axes: int
 
     @classmethod
-    def of(cls, leaf: Any, array: StoredArray) -> "_Plan":
+    def of(cls, leaf: Any, array: StoredArray) -> "_ReadPlan":
         if array.prng or tuple(array.shape) == tuple(leaf.shape):
             return cls({i: [i] for i in own_indices(leaf, array.shape)}, (), 0)
         stored_axes, axes = stack_axes(array.shape, leaf.shape)

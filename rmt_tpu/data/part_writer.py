@@ -141,7 +141,7 @@ class WrittenPart(NamedTuple):
     kept: bool = False
 
     @classmethod
-    def from_json(cls, content: dict) -> "Done":
+    def from_json(cls, content: dict) -> "WrittenPart":
         """Return the part that the content of a manifest describes.
 
         Raises:

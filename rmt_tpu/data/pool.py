@@ -94,7 +94,7 @@ def _start_worker(options: StoreOptions, finished: Any, stop: Any) -> None:
     _worker = PartWriter(options, tick)
 
 
-_worker: "Worker | None" = None
+_worker: PartWriter | None = None
 
 
 def _write_in_worker(job: PartJob) -> WrittenPart:

@@ -39,7 +39,7 @@ _FAREWELL_SECONDS = 10.0
 _FAILED, _ENDED = "rmt/failed/", "rmt/ended/"
 
 join_timeout: int | float = DEFAULT_TIMEOUT
-_watch: "_Watch | None" = None
+_watch: "_FailureWatcher | None" = None
 
 
 def find_member(timeout: int | float) -> tuple[Member, list[int] | None]:

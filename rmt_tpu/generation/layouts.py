@@ -68,8 +68,8 @@ def lower_steps(
     """Lower (for compilation) a program of greedy decode steps, keeping the layouts of the weights.
 
     Args:
-      model, params: the results of `Model.of`, with shapes and shardings in place of arrays; the
-        devices need not exist.
+      model, params: the results of `ModelSpec.of`, with shapes and shardings in place of arrays;
+        the devices need not exist.
       rows: the number of rows on all devices together.
       capacity: the number of tokens that the cache has room for. The cache is donated.
       count: the number of steps that the program runs.

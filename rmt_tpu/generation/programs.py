@@ -172,7 +172,7 @@ class ModelSpec(NamedTuple):
     cache: Cache | None = None
 
     @classmethod
-    def of(cls, decoder: Decoder) -> tuple["Model", nnx.State]:
+    def of(cls, decoder: Decoder) -> tuple["ModelSpec", nnx.State]:
         """Return the description and the parameters of a decoder that is already on its devices."""
         graphdef, params = nnx.split(decoder)
         if (mesh := mesh_of(decoder)) is None:
