@@ -8,7 +8,7 @@ stored number. `Windows` removes the bit and gives such a target the weight 0.
 import json
 from collections.abc import Iterator, Sequence
 from itertools import groupby
-from typing import Literal, NamedTuple, get_args
+from typing import NamedTuple
 
 import numpy as np
 from jaxtyping import Bool, Int32, Integer
@@ -18,9 +18,6 @@ from rmt_tpu.data.inputs import Problem
 from rmt_tpu.data.tokenizer import BYTE, Tokenizer
 from rmt_tpu.errors import UsageError
 from rmt_tpu.storage import Folder, open_folder
-
-Kind = Literal["text", "messages", "completion"]
-KINDS: tuple[str, ...] = get_args(Kind)
 
 # The bit that marks a token as excluded from the loss when it is the target.
 CONTEXT = 2**30

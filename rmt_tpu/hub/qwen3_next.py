@@ -19,7 +19,6 @@ from rmt_tpu.hub.ropes import FULL, Ropes, read_ropes, rope_values
 
 _LINEAR = "linear_attention"
 _STACKED = "experts.gate_up_proj"
-Layer = tuple[cfg.Attention | cfg.Kda, cfg.FeedForward | cfg.Experts]
 
 
 def kind_of(model: cfg.ModelConfig) -> str | None:
