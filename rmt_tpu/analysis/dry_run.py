@@ -5,14 +5,13 @@ import json
 import sharding
 from rmt_tpu import cost, data
 from rmt_tpu.config import RunConfig, overrides
-from rmt_tpu.data.datasets import load_datasets
 from rmt_tpu.execution.plan import plan_of
 from rmt_tpu.runs import workdir
 from rmt_tpu.storage import Folder
 from rmt_tpu.training import depth_rate, freeze, memory_check
 from rmt_tpu.training.evaluation import TaskMetrics
 from rmt_tpu.training.run import prepare, resolve_auto
-from rmt_tpu.training.start import warm_start_of
+from rmt_tpu.training.start import read_text, warm_start_of
 
 
 def dry_run(
@@ -43,9 +42,8 @@ def dry_run(
     config = resolve_auto(config, workdir.resume_overrides(folder))
     run = prepare(config, sharding.make_mesh(config.train.mesh))
     tokenizer = data.load_tokenizer(config.data.tokenizer)
-    datasets = load_datasets(config, tokenizer)
+    datasets = read_text(config, folder, tokenizer, warm_start_of(config, folder))
     TaskMetrics(run, config, tokenizer)
-    warm_start_of(config, folder)
     workdir.check_workdir(folder, config, change_config=change_config, from_step=from_step)
     tokens = config.train.steps * config.train.batch_size * config.data.seq_len
     flops = cost.flops_per_token(config.model, config.data.seq_len)

@@ -29,6 +29,8 @@ _GENERATION = re.compile(r"\{%-?\s*generation\b")
 _BEGIN, _END = "\ufdd0", "\ufdd1"
 
 _NEEDED = "chat templates need jinja2: pip install 'rmt_tpu[chat]'"
+# A conversation by which `ChatTemplate.answer_ends` finds what a template puts after an answer.
+_QUESTION, _ANSWER = "Which word?", "Answer."
 _LONGEST_CONFIG = 2**26  # maximum size of tokenizer_config.json in bytes
 
 
@@ -121,6 +123,28 @@ class ChatTemplate:
             marked, _, rest = rest.partition(_END)
             pieces += [(plain, False), (marked, True)]
         return [(text, is_marked) for text, is_marked in pieces if text]
+
+    def answer_ends(self) -> tuple[int, ...]:
+        """Return the tokens that end an answer of the model.
+
+        The first is the first special token that the template writes after an answer at the end of
+        a conversation. It is left out if the template writes none or refuses the example, or if
+        jinja2 is not installed. The second is the template's `eos_token`, if the tokenizer has such
+        a token.
+        """
+        found = [self._token_after_answer(), self._tokenizer.token_id(self._names["eos_token"])]
+        return tuple(dict.fromkeys(token for token in found if token is not None))
+
+    def _token_after_answer(self) -> int | None:
+        """Return the first special token after an answer, or None if there is none."""
+        talk = [("user", _QUESTION), ("assistant", _ANSWER)]
+        try:
+            text = self.render([{"role": role, "content": content} for role, content in talk])
+        except UsageError:
+            return None
+        _, answer, rest = text.rpartition(_ANSWER)
+        tokens = self._tokenizer.encode_special(rest if answer else "").tolist()
+        return next((t for t in tokens if not self._tokenizer.decode_bytes([t])), None)
 
     def json(self) -> dict[str, str]:
         """Return the template and its variables as fields of a tokenizer_config.json."""

@@ -1,4 +1,7 @@
-"""The start and end tokens of a run's texts: BOS, or the tokens of the initial model."""
+"""The start and end tokens of a run's texts.
+
+They are BOS, the tokens of the initial model, and those that end an answer in conversations.
+"""
 
 import json
 from typing import NamedTuple

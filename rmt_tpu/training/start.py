@@ -8,13 +8,14 @@ import jax
 from rmt_tpu import data
 from rmt_tpu.checkpoint import Checkpointer
 from rmt_tpu.config import SHARE_UNITS, RunConfig
+from rmt_tpu.data.datasets import Datasets, chat_template_of, load_datasets
 from rmt_tpu.data.mixture import only_text
 from rmt_tpu.distributed import processes
 from rmt_tpu.errors import UsageError, flag_errors
-from rmt_tpu.runs import workdir
+from rmt_tpu.runs import text_ends, workdir
 from rmt_tpu.runs.growth import restore_grown
 from rmt_tpu.runs.warm_start import ContinuedRun, WarmStart
-from rmt_tpu.storage import Folder
+from rmt_tpu.storage import Folder, open_folder
 from rmt_tpu.training import start_comparison
 from rmt_tpu.training.run import PreparedRun
 from rmt_tpu.training.spikes import GoBack, SpikeState
@@ -221,3 +222,36 @@ def warm_start_of(config: RunConfig, folder: Folder) -> WarmStart | ContinuedRun
     if config.train.with_optimizer:
         return ContinuedRun(config)
     return WarmStart(config.train.init_from, config.model)
+
+
+def read_text(
+    config: RunConfig,
+    folder: Folder,
+    tokenizer: data.Tokenizer,
+    warm_start: WarmStart | ContinuedRun | None,
+) -> Datasets:
+    """Return the run's text, and set how texts start and end in the tokenizer.
+
+    A run that begins with a model has the boundaries of that model's texts. In a run that trains on
+    conversations, the tokens that end an answer in its chat template also end a text. They come
+    last, because `ends[0]` is the end token of templates that name none.
+
+    Args:
+      config: the run's config.
+      folder: the run folder.
+      tokenizer: the run's tokenizer, whose `starts` and `ends` are changed.
+      warm_start: the source of the run's initial weights, or None.
+
+    Raises:
+      UsageError: see `load_datasets`.
+      RunError: the manifest of a store is damaged.
+    """
+    datasets = load_datasets(config, tokenizer)
+    if warm_start is not None:
+        source = open_folder(config.train.init_from)
+        tokenizer.starts, tokenizer.ends = text_ends.after_warm_start(source, tokenizer)
+    elif config.train.init_from:
+        tokenizer.starts, tokenizer.ends = text_ends.load(folder, tokenizer)
+    if (template := chat_template_of(config, tokenizer)) is not None:
+        tokenizer.ends = tuple(dict.fromkeys((*tokenizer.ends, *template.answer_ends())))
+    return datasets

@@ -13,7 +13,7 @@ import sharding
 from rmt_tpu import data, memory
 from rmt_tpu.checkpoint import Checkpointer, Retention
 from rmt_tpu.config import RunConfig, overrides
-from rmt_tpu.data.datasets import chat_template_of, load_datasets
+from rmt_tpu.data.datasets import chat_template_of
 from rmt_tpu.distributed import processes
 from rmt_tpu.errors import UsageError
 from rmt_tpu.runs import presence, text_ends, trackers, workdir
@@ -31,6 +31,7 @@ from rmt_tpu.training.start import (
     Text,
     checkpoint_meta,
     go_back,
+    read_text,
     restore_or_init,
     warm_start_of,
 )
@@ -209,16 +210,11 @@ def _prepare(
     memory_check.check(config, run)
     progress.doing("reading data")
     tokenizer = data.load_tokenizer(config.data.tokenizer)
-    datasets = load_datasets(config, tokenizer)
+    warm_start = warm_start_of(config, folder)
+    datasets = read_text(config, folder, tokenizer, warm_start)
     mixture = datasets.train if isinstance(datasets.train, data.Mixture) else None
     text = Text(tokenizer, datasets.train.checksum(), datasets.train, mixture)
     _check_agreement(config, from_step, text.checksum)
-    warm_start = warm_start_of(config, folder)
-    if warm_start is not None:
-        source = open_folder(config.train.init_from)
-        tokenizer.starts, tokenizer.ends = text_ends.after_warm_start(source, tokenizer)
-    elif config.train.init_from:
-        tokenizer.starts, tokenizer.ends = text_ends.load(folder, tokenizer)
     tasks = TaskMetrics(run, config, tokenizer)
     return LoopInputs(config, run, text, datasets, tasks), warm_start
 

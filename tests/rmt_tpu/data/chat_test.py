@@ -5,42 +5,14 @@ import datetime
 import json
 
 import pytest
-import tokenizers
 
 from rmt_tpu.data import ByteTokenizer, ChatTemplate, read_template
-from rmt_tpu.data.bpe import BpeTokenizer
 from rmt_tpu.errors import UsageError
 from rmt_tpu.storage import open_folder
+from tests.chats import CHATML, special_tokenizer
 
-# ChatML, spread over lines as today's templates are.
-CHATML = """\
-{%- for message in messages %}
-    {%- if message.role == 'assistant' %}
-        {{- '<|im_start|>assistant\\n' }}
-        {%- generation %}{{- message.content }}{%- endgeneration %}
-        {{- '<|im_end|>\\n' }}
-    {%- else %}
-        {{- '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' }}
-    {%- endif %}
-{%- endfor %}
-{%- if add_generation_prompt %}
-    {{- '<|im_start|>assistant\\n' }}
-{%- endif %}
-"""
 HELLO = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yes?"}]
 HELLO_TEXT = "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\nYes?<|im_end|>\n"
-
-
-def special_tokenizer() -> BpeTokenizer:
-    """Bytes, and the names of four special tokens."""
-    alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
-    library = tokenizers.Tokenizer(
-        tokenizers.models.BPE({c: n for n, c in enumerate(alphabet)}, [])
-    )
-    library.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    library.decoder = tokenizers.decoders.ByteLevel()
-    library.add_special_tokens(["<s>", "</s>", "<|im_start|>", "<|im_end|>"])
-    return BpeTokenizer.from_json("x", library.to_str())
 
 
 def made(source: str, tokenizer=None, **options) -> ChatTemplate:
@@ -65,6 +37,25 @@ def test_names_of_special_tokens_count_in_a_conversation_alone():
     assert tokenizer.encode_special("<s>a").tolist() == [tokenizer.bos, *plain("a")]
     with pytest.raises(UsageError, match="unpaired surrogate"):
         tokenizer.encode_special("\ud800")
+
+
+@pytest.mark.parametrize(
+    "source, eos, names",
+    [
+        (CHATML, "</s>", ["<|im_end|>", "</s>"]),
+        (CHATML, "<|im_end|>", ["<|im_end|>"]),
+        ("{% for m in messages %}{{ m.content }}{{ eos_token }}{% endfor %}", "</s>", ["</s>"]),
+        ("{% for m in messages %}{{ m.content }};{% endfor %}", "</s>", ["</s>"]),
+        ("{% for m in messages %}<|im_start|>{{ m.content }};{% endfor %}", "<unknown>", []),
+        ("<|im_end|>{{ messages[0].content }}", "", []),
+        ("{{ raise_exception('no') }}", "</s>", ["</s>"]),
+    ],
+)
+def test_the_tokens_that_end_an_answer(source, eos, names):
+    tokenizer = special_tokenizer()
+    template = made(source, tokenizer, names={"eos_token": eos})
+    assert [tokenizer.token_name(token) for token in template.answer_ends()] == names
+    assert made(source).answer_ends() == ()  # a tokenizer of bytes has no such names
 
 
 def test_how_a_conversation_starts():
