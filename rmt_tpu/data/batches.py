@@ -70,11 +70,33 @@ def pack(
       The stream of tokens, int32 [tokens]. The bit `marked.CONTEXT` is set in tokens that training
       excludes from the loss.
     """
+    return pack_with_bounds(documents, tokenizer, kind).tokens
+
+
+class Packed(NamedTuple):
+    """A stream of tokens, and where its documents begin.
+
+    Attributes:
+      tokens: int32 [tokens], the result of `pack`.
+      bounds: int64 [documents + 1], the position of the first token of each document, and the end
+        of the stream. Tokens equal to BOS may also be within a conversation.
+    """
+
+    tokens: Int32[np.ndarray, " tokens"]
+    bounds: Int64[np.ndarray, " documents_plus_1"]
+
+
+def pack_with_bounds(documents: list[str], tokenizer: Tokenizer, kind: str = "text") -> Packed:
+    """Return the stream of all documents, as `pack` does, and the bounds of the documents.
+
+    Args:
+      documents, tokenizer, kind: see `pack`.
+    """
     bos = np.array([marked.first_token(tokenizer, kind)], np.int32)
-    encoded = marked.encode_all(documents, tokenizer)
-    return np.concatenate(
-        [np.empty(0, np.int32), *(a for tokens in encoded for a in (bos, tokens))]
-    )
+    encoded = list(marked.encode_all(documents, tokenizer))
+    bounds = np.cumsum([0, *(len(tokens) + 1 for tokens in encoded)], dtype=np.int64)
+    pieces = (piece for tokens in encoded for piece in (bos, tokens))
+    return Packed(np.concatenate([np.empty(0, np.int32), *pieces]), bounds)
 
 
 class Batch(NamedTuple):
@@ -157,7 +179,9 @@ class Windows:
     target exactly once per epoch.
 
     If the bounds of the documents are given, each window instead has as many whole documents as
-    fit, in order, and is padded. Only a document that is longer than a window is divided.
+    fit, in order, and is padded. Only a document that is longer than a window is divided. Without
+    bounds, each BOS begins a document. With bounds it need not, because a chat template may write
+    BOS within a conversation.
     """
 
     def __init__(
@@ -200,6 +224,7 @@ class Windows:
         self.bos = bos
         self.seq_len, self.batch_size = seq_len, batch_size
         self.seed, self.shuffle = seed, shuffle
+        self._documents = bounds
         self._bounds = None if bounds is None else whole_documents(bounds, seq_len)
 
     @property
@@ -292,13 +317,22 @@ class Windows:
         stored = np.where(real, self.stream.read(starts, self.seq_len + 1), 0)
         tokens, has_loss = marked.without_marks(stored), real & marked.have_loss(stored)
         inputs, targets = tokens[:, :-1], tokens[:, 1:]
-        begins = (inputs == self.bos) & real[:, :-1]
+        segments = np.where(real[:, :-1], self._segments(inputs, positions[:, :-1]), 0)
+        weights = has_loss[:, 1:].astype(np.float32)
+        return Batch(inputs, targets, segments.astype(np.int32), weights)
+
+    def _segments(
+        self, inputs: Int32[np.ndarray, "batch seq"], positions: Int64[np.ndarray, "batch seq"]
+    ) -> Int64[np.ndarray, "batch seq"]:
+        """Return the number of each input's document within its window, from 1."""
+        if self._documents is not None:
+            numbers = np.searchsorted(self._documents, positions, side="right")
+            return 1 + numbers - numbers[:, :1]
+        begins = inputs == self.bos
         # A window may begin within a document, so its first token starts segment 1 even if it is
         # not a BOS.
         begins[:, 0] = True
-        segments = np.where(real[:, :-1], np.cumsum(begins, axis=1), 0)
-        weights = has_loss[:, 1:].astype(np.float32)
-        return Batch(inputs, targets, segments.astype(np.int32), weights)
+        return np.cumsum(begins, axis=1)
 
 
 def whole_documents(
@@ -317,14 +351,6 @@ def whole_documents(
         fits = int(bounds[np.searchsorted(bounds, at + seq_len, side="right") - 1])
         at = fits if fits > at else min(at + seq_len, end)
     return np.array([*found, end], np.int64)
-
-
-def bounds_of(
-    tokens: Int32[np.ndarray, " tokens"], bos: int
-) -> Int64[np.ndarray, " documents_plus_1"]:
-    """Return the position of each document's BOS in an array of tokens, and the array's end."""
-    begins = np.flatnonzero(marked.without_marks(tokens) == bos)
-    return np.array([*begins.tolist(), len(tokens)], np.int64)
 
 
 def _choose(sizes: dict[str, int], eval_fraction: float, seed: int) -> set[str]:

@@ -5,11 +5,10 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
-from jaxtyping import Int32
 
 from rmt_tpu import data
 from rmt_tpu.config import RunConfig
-from rmt_tpu.data.batches import bounds_of
+from rmt_tpu.data.batches import Packed, pack_with_bounds
 from rmt_tpu.data.marked import find_template
 from rmt_tpu.errors import UsageError
 from rmt_tpu.storage import open_folder
@@ -87,10 +86,9 @@ def _load(config: RunConfig, tokenizer: data.Tokenizer, source: str) -> Datasets
         if store.has_marks:
             bounds = {True: train.bounds(), False: held_out.bounds()}
     else:
-        train, held_out = _read(config, tokenizer, source)
+        (train, of_train), (held_out, of_held_out) = _read(config, tokenizer, source)
         if config.data.format != "text":
-            of_part = lambda tokens: bounds_of(tokens, tokenizer.bos)
-            bounds = {True: of_part(train), False: of_part(held_out)}
+            bounds = {True: of_train, False: of_held_out}
 
     def windows(tokens: np.ndarray | data.Stream, shuffle: bool) -> data.Windows:
         return data.Windows(
@@ -107,9 +105,7 @@ def _load(config: RunConfig, tokenizer: data.Tokenizer, source: str) -> Datasets
     return Datasets(windows(train, shuffle=True), windows(held_out, shuffle=False))
 
 
-def _read(
-    config: RunConfig, tokenizer: data.Tokenizer, source: str
-) -> list[Int32[np.ndarray, " tokens"]]:
+def _read(config: RunConfig, tokenizer: data.Tokenizer, source: str) -> list[Packed]:
     """Return the training tokens and the held-out tokens of text files."""
     kind = config.data.format
     template = find_template(kind, tokenizer, config.data.chat_template, "format")
@@ -119,7 +115,7 @@ def _read(
     parts = data.split(
         documents, eval_fraction=config.data.eval_fraction, seed=config.train.seed, source=source
     )
-    return [data.pack(part, tokenizer, kind) for part in parts]
+    return [pack_with_bounds(part, tokenizer, kind) for part in parts]
 
 
 def chat_template_of(config: RunConfig, tokenizer: data.Tokenizer) -> data.ChatTemplate | None:

@@ -7,8 +7,15 @@ import numpy as np
 import pytest
 
 from rmt_tpu.config import overrides, presets
-from rmt_tpu.data import ByteTokenizer, ChatTemplate, Windows, open_store, read_template
-from rmt_tpu.data.batches import bounds_of, cut, pack, whole_documents
+from rmt_tpu.data import (
+    ByteTokenizer,
+    ChatTemplate,
+    Windows,
+    load_tokenizer,
+    open_store,
+    read_template,
+)
+from rmt_tpu.data.batches import cut, pack_with_bounds, whole_documents
 from rmt_tpu.data.corpus import documents
 from rmt_tpu.data.datasets import chat_template_of, load_datasets
 from rmt_tpu.data.marked import (
@@ -25,6 +32,7 @@ from rmt_tpu.data.marked import (
 from rmt_tpu.data.prepare import prepare
 from rmt_tpu.errors import UsageError
 from rmt_tpu.storage import open_folder
+from tests.chats import special_tokenizer
 
 BYTE = ByteTokenizer()
 PLAIN = """\
@@ -120,7 +128,7 @@ def test_every_token_is_a_target_once_and_only_marked_ones_have_a_weight():
         Marked([Piece("p" * n, False), Piece("c" * (n % 5 + 1), True)], special=False)
         for n in range(1, 40)
     ]
-    tokens = pack(texts, BYTE, "completion")
+    tokens, bounds = pack_with_bounds(texts, BYTE, "completion")
     windows = Windows(
         tokens,
         seq_len=24,
@@ -128,7 +136,7 @@ def test_every_token_is_a_target_once_and_only_marked_ones_have_a_weight():
         bos=BYTE.bos,
         seed=0,
         shuffle=True,
-        bounds=bounds_of(tokens, BYTE.bos),
+        bounds=bounds,
     )
     targets, total, begins = [], 0, 0
     for position in range(0, windows.num_windows, 4):
@@ -144,6 +152,31 @@ def test_every_token_is_a_target_once_and_only_marked_ones_have_a_weight():
     assert sorted(set(targets) - {0}) == [ord("c"), ord("p"), BYTE.bos]
     divided = sum(len(text) + 1 > 24 for text in texts)
     assert begins >= windows.num_windows - 2 * divided
+
+
+@pytest.mark.parametrize("stored", [False, True])
+def test_a_start_token_within_a_conversation_begins_no_document(stored, tmp_path):
+    """Windows have whole conversations, and a later turn is in the segment of the first."""
+    tokenizer, said = special_tokenizer(), [*TALK[:3], TALK[1]]
+    tokenizer.save(tmp_path / "tokenizer")
+    turns = "{% for m in messages %}{{ bos_token if m.role == 'user' }}{{ m.content }}{% endfor %}"
+    (tmp_path / "tokenizer/chat_template.jinja").write_text(turns)
+    rows = [{"messages": [{"role": "user", "content": f"{n:03}"}, *said[1:]]} for n in range(40)]
+    source, spec = write(tmp_path / "a.jsonl", rows), str(tmp_path / "tokenizer")
+    if stored:
+        how = {"kind": "messages", "eval_fraction": 0.2, "workers": 1}
+        prepare(source, spec, tmp_path / "store", **how)
+        source = str(tmp_path / "store")
+    length = 2 + len("000Yes?GoYes?")
+    changes = {"data.source": source, "data.seq_len": 2 * length, "train.batch_size": 2}
+    changes |= {"data.format": "messages", "data.tokenizer": spec, "data.eval_fraction": 0.2}
+    config = overrides.apply(
+        presets.run("rmt-tiny"), changes | {"model.vocab_size": tokenizer.vocab_size}
+    )
+    batch = load_datasets(config, load_tokenizer(spec)).train.batch_at(0)
+    np.testing.assert_array_equal(batch.segment_ids, [np.repeat([1, 2], length)] * 2)
+    starts = batch.inputs == tokenizer.bos
+    assert starts.sum(axis=1).tolist() == [4, 4] and starts[:, [0, length]].all()
 
 
 def test_the_token_after_a_conversation_has_no_loss():
@@ -179,12 +212,12 @@ def test_a_store_has_the_tokens_of_a_run_in_memory(kind, tmp_path):
     texts = set(found)
     for stream in (store.train, store.held_out):
         tokens = stream.read(np.array([0]), len(stream))[0]
-        bounds = stream.bounds()
-        assert bounds.tolist() == bounds_of(tokens, BYTE.bos).tolist()
         own = [BYTE.decode(stream.document(n)) for n in range(stream.num_documents)]
         assert set(own) <= texts
         ordered = [text for text in found if text in set(own)]
-        np.testing.assert_array_equal(tokens, pack(ordered, BYTE, kind))
+        packed = pack_with_bounds(ordered, BYTE, kind)
+        np.testing.assert_array_equal(tokens, packed.tokens)
+        np.testing.assert_array_equal(stream.bounds(), packed.bounds)
     changes = {"data.source": store.url, "data.seq_len": 32, "train.batch_size": 2}
     config = overrides.apply(presets.run("rmt-tiny"), changes | {"model.vocab_size": 257})
     batch = load_datasets(config, BYTE).train.batch_at(0)
