@@ -183,6 +183,15 @@ class ChatTemplate:
             ) from None
 
 
+def without_absent_fields(message: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a message without its fields that are null or an empty list.
+
+    A template asks whether a field such as `name` or `tool_calls` exists, and would take such a
+    field as given. A table has the same fields in all its rows.
+    """
+    return {name: value for name, value in message.items() if value is not None and value != []}
+
+
 def read_template(
     folder: Folder, tokenizer: Tokenizer, *, file: str | None = None, starts: bool = False
 ) -> ChatTemplate | None:

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Bool, Int32, Integer
 
-from rmt_tpu.data.chat import ChatTemplate, read_template
+from rmt_tpu.data.chat import ChatTemplate, read_template, without_absent_fields
 from rmt_tpu.data.inputs import Problem
 from rmt_tpu.data.tokenizer import BYTE, Tokenizer
 from rmt_tpu.errors import UsageError
@@ -132,7 +132,9 @@ class Reading(NamedTuple):
         """Return the values of the fields as one text, the argument `raw` of `document`."""
         if self.kind == "text":
             return values[0]
-        return json.dumps(values[0] if self.kind == "messages" else list(values))
+        if self.kind == "messages":
+            return json.dumps([without_absent_fields(message) for message in values[0]])
+        return json.dumps(list(values))
 
 
 def conversation(template: ChatTemplate, messages: list[dict]) -> list[Piece]:

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from rmt_tpu.data import ChatTemplate
+from rmt_tpu.data.chat import without_absent_fields
 from rmt_tpu.errors import UsageError, shown, unknown
 from rmt_tpu.generation import RANKS
 from rmt_tpu.serving.fields import Refusal, field, is_a, read_object, whole_number
@@ -126,8 +127,8 @@ def _message(name: str, message: Any) -> dict[str, Any]:
     role, more = message.get("role"), {}
     if not isinstance(role, str) or not role:
         raise Refusal(f"{name}.role={shown(role)} must be text, like user", "messages")
-    for key, value in message.items():
-        if key == "role" or value is None or value == []:
+    for key, value in without_absent_fields(message).items():
+        if key == "role":
             continue
         if key not in _OF_MESSAGE:
             raise Refusal(unknown(f"field of {name}", key, ["role", *_OF_MESSAGE]), "messages")

@@ -252,6 +252,23 @@ def test_tables_have_the_same_documents(tmp_path):
         documents(str(tmp_path / "a.parquet"), kind="messages", template=template)
 
 
+def test_absent_fields_of_messages_do_not_reach_the_template(tmp_path):
+    """In a table, all messages have the fields that one of them has."""
+    import pyarrow
+    import pyarrow.parquet
+
+    rows = [
+        {"messages": [{"role": "user", "content": "a", "name": None, "tools": []}]},
+        {"messages": [{"role": "user", "content": "b", "name": "B", "tools": ["x"]}]},
+    ]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "a.parquet")
+    template = ChatTemplate("{% for m in messages %}{{ m | tojson }}{% endfor %}", BYTE)
+    wanted = ['{"role": "user", "content": "a"}', json.dumps(rows[1]["messages"][0])]
+    for source in (str(tmp_path / "a.parquet"), write(tmp_path / "a.jsonl", rows)):
+        found = documents(source, kind="messages", template=template)
+        assert [json.loads(text) for text in found] == [json.loads(text) for text in wanted]
+
+
 WRONG = {
     '{"text": "a"}': 'no field "messages" that is a list of objects with a role and a content',
     '{"messages": []}': 'no field "messages"',
