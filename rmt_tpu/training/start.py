@@ -246,12 +246,13 @@ def read_text(
       UsageError: see `load_datasets`.
       RunError: the manifest of a store is damaged.
     """
-    datasets = load_datasets(config, tokenizer)
+    # Set the boundaries first, because a template may write `ends[0]` after each answer.
     if warm_start is not None:
         source = open_folder(config.train.init_from)
         tokenizer.starts, tokenizer.ends = text_ends.after_warm_start(source, tokenizer)
     elif config.train.init_from:
         tokenizer.starts, tokenizer.ends = text_ends.load(folder, tokenizer)
+    datasets = load_datasets(config, tokenizer)
     if (template := chat_template_of(config, tokenizer)) is not None:
         tokenizer.ends = tuple(dict.fromkeys((*tokenizer.ends, *template.answer_ends())))
     return datasets

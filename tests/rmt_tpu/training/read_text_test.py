@@ -9,6 +9,7 @@ import sharding
 from rmt_tpu.config import overrides
 from rmt_tpu.config.presets import run as preset_run
 from rmt_tpu.data import load_saved, load_tokenizer
+from rmt_tpu.data.datasets import chat_template_of, load_datasets
 from rmt_tpu.runs import text_ends
 from rmt_tpu.storage import open_folder
 from rmt_tpu.training import trainer
@@ -58,6 +59,23 @@ def test_a_text_ends_where_an_answer_ends(tmp_path):
     read_text(config, open_folder(tmp_path / "run"), tokenizer, None)
     end = tokenizer.token_id("<|im_end|>")
     assert tokenizer.ends == (tokenizer.bos, end)
+
+
+def test_text_has_the_end_token_that_the_run_saves(tmp_path):
+    """It is that of the initial model, also if the tokenizer's files do not name it."""
+    config = config_of(special_tokenizer(), tmp_path, **{"train.init_from": "elsewhere"})
+    turns = "{% for m in messages %}{{ m.content }}{{ eos_token }}{% endfor %}"
+    write_template(tmp_path, turns, {"bos_token": "<s>"})
+    tokenizer, run = load_tokenizer(config.data.tokenizer), open_folder(tmp_path / "run")
+    end = tokenizer.token_id("</s>")
+    run.write("generation_config.json", json.dumps({"eos_token_id": [end]}).encode())
+    datasets = read_text(config, run, tokenizer, None)
+    assert tokenizer.ends == (end,)
+    assert chat_template_of(config, tokenizer).json()["eos_token"] == "</s>"
+    targets = datasets.train.batch_at(0).targets
+    assert (targets == end).any()
+    again = load_datasets(config, tokenizer)  # as for the evaluation of the run
+    assert again.train.checksum() == datasets.train.checksum()
 
 
 @pytest.mark.slow
