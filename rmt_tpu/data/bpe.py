@@ -25,6 +25,9 @@ _FALLBACK = re.compile(r"<0x([0-9A-F]{2})>")
 # The tokens of this text are part of a tokenizer's fingerprint. They differ between tokenizers with
 # the same vocabulary, but different normalizers or pre-tokenizers.
 _PROBE = "Hello  World's 1234 x_y,\n\té 東京 ﬁ"
+# Characters after which a text can be encoded as the continuation of another one. The first one is
+# used that does not share a token with the text.
+_BEFORE = "\n", ".", "a", "0", "("
 # Number of texts to encode at a time. It keeps all cores busy, and two copies of the tokens fit
 # into memory.
 _CHUNK = 256
@@ -140,6 +143,25 @@ class BpeTokenizer(Tokenizer):
         ids = self._special_library.encode(text, add_special_tokens=False).ids
         return np.array(ids, np.int32)
 
+    def encode_after(self, text: str, *, special: bool) -> Int32[np.ndarray, " tokens"]:
+        """Return the tokens of a text that continues another one, so that their texts join.
+
+        If the tokenizer puts a space before a text, the text is encoded after another character,
+        whose tokens are then removed.
+        """
+        utf8(text)
+        library = self._special_library if special else self._library
+        for before in _BEFORE if text and self._puts_space else ():
+            encoding = library.encode(before + text, add_special_tokens=False)
+            count = sum(begin < len(before) for begin, _ in encoding.offsets)
+            tokens = np.array(encoding.ids[count:], np.int32)
+            divides = all(end <= len(before) for _, end in encoding.offsets[:count])
+            joins = text[0].isspace() or not self.decode_bytes(tokens[:1]).startswith(b" ")
+            # Without `special`, the name of BOS in a text is no BOS; `encode` sees to that.
+            if divides and joins and (special or self.bos not in tokens):
+                return tokens
+        return super().encode_after(text, special=special)
+
     def encode_all(self, texts: list[str]) -> Iterator[Int32[np.ndarray, " tokens"]]:
         """Encode texts in parallel on all cores, and yield the tokens of each text in order."""
         for start in range(0, len(texts), _CHUNK):
@@ -211,6 +233,11 @@ class BpeTokenizer(Tokenizer):
     @cached_property
     def _json(self) -> dict[str, Any]:
         return json.loads(self._library.to_str())
+
+    @cached_property
+    def _puts_space(self) -> bool:
+        """Whether the tokenizer puts a space before a text, as SentencePiece does."""
+        return self.decode_bytes(self.encode("a")).startswith(b" ")
 
     @cached_property
     def _is_byte_level(self) -> bool:

@@ -7,6 +7,7 @@ stored number. `Windows` removes the bit and gives such a target the weight 0.
 
 import json
 from collections.abc import Iterator, Sequence
+from functools import partial
 from itertools import groupby
 from typing import NamedTuple
 
@@ -180,7 +181,8 @@ def encode_all(
 ) -> Iterator[Int32[np.ndarray, " tokens"]]:
     """Yield the tokens of each document without BOS; tokens without a loss have the bit CONTEXT.
 
-    Each piece of a document is encoded separately, like a prompt that a model answers.
+    Each piece of a document is encoded separately, like a prompt that a model answers. A tokenizer
+    that puts a space before each text puts it only before the first piece.
     """
     for is_marked, group in groupby(documents, key=lambda text: isinstance(text, Marked)):
         if is_marked:
@@ -190,11 +192,13 @@ def encode_all(
 
 
 def _encode(document: Marked, tokenizer: Tokenizer) -> Int32[np.ndarray, " tokens"]:
-    encode = tokenizer.encode_special if document.special else tokenizer.encode
+    encode_first = tokenizer.encode_special if document.special else tokenizer.encode
+    encode_after = partial(tokenizer.encode_after, special=document.special)
+    pieces = [piece for piece in document.pieces if piece.text]
     found = [np.empty(0, np.int32)]
-    for text, has_loss in document.pieces:
-        if text:
-            found.append(encode(text) | (0 if has_loss else CONTEXT))
+    for number, (text, has_loss) in enumerate(pieces):
+        encode = encode_after if number else encode_first
+        found.append(encode(text) | (0 if has_loss else CONTEXT))
     tokens = np.concatenate(found)
     # Remove the BOS that a template writes, because the stream already has a BOS before each
     # document.

@@ -81,6 +81,20 @@ class Tokenizer(ABC):
         """
         return self.encode(text)
 
+    def encode_after(self, text: str, *, special: bool) -> Int32[np.ndarray, " tokens"]:
+        """Return the tokens of a text that continues another one, so that their texts join.
+
+        Some tokenizers put a space before each text that they encode; here there is none.
+
+        Args:
+          text: the text.
+          special: whether the name of a special token is encoded as that token.
+
+        Raises:
+          UsageError: the text has an unpaired surrogate, which is not a character.
+        """
+        return self.encode_special(text) if special else self.encode(text)
+
     def encode_all(self, texts: list[str]) -> Iterator[Int32[np.ndarray, " tokens"]]:
         """Yield the tokens of each text, in order."""
         return map(self.encode, texts)

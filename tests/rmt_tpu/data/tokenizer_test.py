@@ -13,6 +13,7 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 
 from rmt_tpu.data import ByteTokenizer, load_saved, load_tokenizer
 from rmt_tpu.data.bpe import BpeTokenizer
+from rmt_tpu.data.marked import Marked, Piece, encode_all, have_loss, without_marks
 from rmt_tpu.errors import UsageError
 
 END = "<|endoftext|>"
@@ -159,6 +160,47 @@ def test_sentence_pieces_stream_with_their_spaces_and_bytes(tmp_path):
     assert tokenizer.decode([1, *tokens.tolist()]) == "ab ab é<s>"
     assert tokenizer.decode_bytes(tokens[1:2]) == b" ab"
     assert streamed(tokenizer, tokens) == " ab ab é<s>"
+
+
+def metaspace(scheme):
+    """The same vocabulary, with the pre-tokenizer of newer files in place of the normalizer."""
+    library = sentence_pieces()
+    library.normalizer = normalizers.Sequence([])
+    library.pre_tokenizer = pre_tokenizers.Metaspace("▁", prepend_scheme=scheme)
+    return library
+
+
+@pytest.mark.parametrize(
+    "made",
+    [sentence_pieces, lambda: metaspace("first"), lambda: metaspace("always"), byte_level],
+    ids=["prepend", "first", "always", "bytes"],
+)
+def test_pieces_of_a_document_join_without_a_space(made):
+    """No token is of two pieces, also where the tokens of the whole text have one that is."""
+    tokenizer = BpeTokenizer.from_json("x", made().to_str())
+    name, bos = tokenizer.token_name, tokenizer.bos
+    for texts in (("a", "b"), ("a b", " a", "\n", "b"), ("", "a", "", "\n.", "<s>")):
+        document = Marked([Piece(text, text == "b") for text in texts], special=False)
+        (tokens,) = encode_all([document], tokenizer)
+        assert tokenizer.decode(without_marks(tokens)) == document
+        assert [name(t) for t in tokens[have_loss(tokens)].tolist()] == ["b"] * texts.count("b")
+        assert bos not in without_marks(tokens)
+    tokens = tokenizer.encode_after(f"b{name(bos)}", special=True).tolist()
+    assert [name(t) for t in tokens] == ["b", name(bos)]
+    assert not tokenizer.encode_after("", special=True).size
+    with pytest.raises(UsageError, match="unpaired surrogate"):
+        tokenizer.encode_after("\ud800", special=False)
+
+
+def test_the_name_of_bos_in_a_later_piece_is_text(tmp_path):
+    pieces = [("<unk>", 0.0), ("<s>", 0.0), ("a", -1.0), ("<", -2.0), ("s", -2.0), (">", -2.0)]
+    library = tokenizers.Tokenizer(models.Unigram([*pieces, ("▁", -1.0)], 0, False))
+    library.pre_tokenizer = pre_tokenizers.Metaspace("▁")
+    library.decoder = decoders.Metaspace("▁")
+    tokenizer = load_tokenizer(saved(tmp_path, library))
+    assert tokenizer.bos == 1
+    assert tokenizer.bos not in tokenizer.encode_after("a<s>", special=False)
+    assert tokenizer.encode_after("a<s>", special=True).tolist() == [2, 1]
 
 
 def test_word_pieces_stream_with_their_joints(tmp_path):
