@@ -29,6 +29,8 @@ _GENERATION = re.compile(r"\{%-?\s*generation\b")
 _BEGIN, _END = "\ufdd0", "\ufdd1"
 
 _NEEDED = "chat templates need jinja2: pip install 'rmt_tpu[chat]'"
+# Variables that name the tokenizer's start and end token if tokenizer_config.json lacks them.
+_GUESSED = "bos_token", "eos_token"
 # A conversation by which `ChatTemplate.answer_ends` finds what a template puts after an answer.
 _QUESTION, _ANSWER = "Which word?", "Answer."
 _LONGEST_CONFIG = 2**26  # maximum size of tokenizer_config.json in bytes
@@ -55,7 +57,7 @@ class ChatTemplate:
         starts: bool = False,
         where: str = "the chat template",
     ):
-        defaults = {"bos_token": tokenizer.bos, "eos_token": tokenizer.ends[0]}
+        defaults = dict(zip(_GUESSED, (tokenizer.bos, tokenizer.ends[0]), strict=True))
         self._names = {name: tokenizer.token_name(token) or "" for name, token in defaults.items()}
         self._names |= names or {}
         self._source, self._tokenizer, self._starts = source, tokenizer, starts
@@ -227,6 +229,8 @@ def read_template(
     else:
         source = _decoded(data, where)
     contents = {name: v["content"] if _is_added(v) else v for name, v in values.items()}
+    # Null says that the model has no such token, and not that it is to be guessed.
+    contents |= {name: "" for name in _GUESSED if name in values and values[name] is None}
     names = {n: v for n, v in contents.items() if n.endswith("_token") and isinstance(v, str)}
     return ChatTemplate(source, tokenizer, names=names, starts=starts, where=where)
 

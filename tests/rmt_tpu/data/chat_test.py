@@ -148,6 +148,12 @@ def test_where_a_template_is_found(tmp_path):
     assert rendered(written(tmp_path / "d", {"chat_template": several})) == "d"
     assert rendered(written(tmp_path / "e", {"bos_token": "<s>"})) is None
     assert rendered(written(tmp_path / "f")) is None
+    shows = {"chat_template": "{{ bos_token }}|{{ eos_token }}", "bos_token": None}
+    none = read_template(written(tmp_path / "h", shows), special_tokenizer())
+    assert none.render([]) == "|<s>"
+    none.save(open_folder(str(tmp_path / "h")))
+    assert rendered(open_folder(str(tmp_path / "h"))) == "|<s>"  # as the server reads it
+    assert rendered(written(tmp_path / "i", shows | {"eos_token": None})) == "|"
     other = written(tmp_path / "g", config, "{{ bos_token }}4")
     file = str(tmp_path / "b/chat_template.jinja")
     assert read_template(other, special_tokenizer(), file=file).render([]) == "[B]2"
