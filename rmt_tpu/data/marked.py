@@ -134,8 +134,14 @@ class Reading(NamedTuple):
         if self.kind == "text":
             return values[0]
         if self.kind == "messages":
-            return json.dumps([without_absent_fields(message) for message in values[0]])
+            messages = [without_absent_fields(message) for message in values[0]]
+            return json.dumps(messages, default=_as_text)
         return json.dumps(list(values))
+
+
+def _as_text(value: object) -> str:
+    """Return a value that JSON does not have, such as a time or bytes of a table, as text."""
+    return value.decode(errors="replace") if isinstance(value, bytes) else str(value)
 
 
 def conversation(template: ChatTemplate, messages: list[dict]) -> list[Piece]:

@@ -1,7 +1,9 @@
 """Conversations and completions: which tokens have a loss, how they are packed, and stored."""
 
+import datetime
 import json
 import random
+from decimal import Decimal
 
 import numpy as np
 import pytest
@@ -267,6 +269,19 @@ def test_absent_fields_of_messages_do_not_reach_the_template(tmp_path):
     for source in (str(tmp_path / "a.parquet"), write(tmp_path / "a.jsonl", rows)):
         found = documents(source, kind="messages", template=template)
         assert [json.loads(text) for text in found] == [json.loads(text) for text in wanted]
+
+
+def test_times_bytes_and_decimals_of_a_table_are_texts(tmp_path):
+    import pyarrow
+    import pyarrow.parquet
+
+    more = {"at": datetime.datetime(2024, 5, 1, 12), "raw": "é".encode(), "cost": Decimal("1.50")}
+    rows = [{"messages": [{"role": "user", "content": "a", **more, "in": {"day": more["at"]}}]}]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "a.parquet")
+    shows = "{% for m in messages %}{{ m.at }}|{{ m.raw }}|{{ m.cost }}|{{ m.in.day }}{% endfor %}"
+    template = ChatTemplate(shows, BYTE)
+    found = documents(str(tmp_path / "a.parquet"), kind="messages", template=template)
+    assert found == ["2024-05-01 12:00:00|é|1.50|2024-05-01 12:00:00"]
 
 
 WRONG = {
