@@ -158,8 +158,7 @@ def _train(
             inputs.model, saved, inputs.text, warm_start, back_step, progress.log
         )
         _check_steps(config, folder, start.step)
-        start = start.after(options.back)
-        inputs = inputs.continuing(start)
+        inputs = inputs.continuing(start := start.after(options.back))
         if back_step is not None:
             go_back(folder, checkpoints, back_step, progress.log)
         elif start.step and start.is_saved:
