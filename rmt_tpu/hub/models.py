@@ -45,6 +45,13 @@ _MOST_LAYERS = 1000
 # Model types that are written only on request, because a different type also fits their models.
 EXPLICIT = (own.KIND, "qwen3_5_moe_text")
 _ACTIVATIONS = {"silu": "swiglu", "gelu_pytorch_tanh": "geglu"}
+# A written config need not have the same values of these fields of a model. `_layers` and
+# `_check_expressed` check the first four in other ways. The others do not change what a trained
+# model computes, except by rounding.
+_NOT_COMPARED = (
+    *("stacks", "store", "mixer", "parametrization"),
+    *("init_std", "compute_dtype", "remat", "kernels"),
+)
 
 
 class Description(NamedTuple):
@@ -486,7 +493,7 @@ def _check_expressed(model: cfg.ModelConfig, found: cfg.ModelConfig) -> None:
 
     Without this check, an option that the hub's format lacks would be dropped silently.
     """
-    for name in ("embedding_scale", "logit_cap"):
+    for name in (field.name for field in fields(model) if field.name not in _NOT_COMPARED):
         given, legal = getattr(model, name), getattr(found, name)
         if given != legal:
             raise _not_in_hub_format(f"model.{name}", given, legal)

@@ -369,6 +369,34 @@ def test_factors_that_a_kind_does_not_have_are_refused():
         config_values(model, max_length=1, bos=0, ends=[0])
 
 
+MODEL_CHANGES = {
+    "norm": {"norm": "layernorm", "norm_bias": True},
+    "epsilon": {"norm_epsilon": 0.25},
+    "scale": {"embedding_scale": 3.0},
+    "cap": {"logit_cap": 7.0},
+    "words": {"vocab_size": 300},
+}
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_no_field_of_a_model_is_dropped(kind):
+    """Each is written or refused, whatever the kind: a norm, for example, is not exchanged."""
+    model = model_config(CONFIGS[kind], "x")
+    changes = MODEL_CHANGES | {"tied": {"tied_embeddings": not model.tied_embeddings}}
+    refused = []
+    for name, fields in changes.items():
+        changed = model.replace(**fields)
+        try:
+            found = model_config(config_values(changed, max_length=1, bos=0, ends=[0]), "x")
+        except UsageError as error:
+            assert "cannot be written" in str(error)
+            refused.append(name)
+        else:
+            assert all(getattr(found, field) == value for field, value in fields.items())
+    assert ("norm" in refused) == (kind != "gpt2")
+    assert not {"words", "tied"} & set(refused)
+
+
 def test_what_one_kind_has_and_no_other_is_not_mixed():
     model = model_config(CONFIGS["smollm3"], "x")
     biased = lambda core: dataclasses.replace(core, bias=True) if hasattr(core, "bias") else core
