@@ -48,7 +48,8 @@ def main() -> int:
         loaded = load_step(_WORKDIR.value, _STEP.value)
     kind = None if _KIND.value == "hub" else _KIND.value
     options = {"max_length": loaded.seq_len, "dtype": _DTYPE.value, "kind": kind}
-    export(loaded.decoder, loaded.tokenizer, _OUTPUT.value, **options)
+    with arguments_as_flags():
+        export(loaded.decoder, loaded.tokenizer, _OUTPUT.value, **options)
     print(f"exported step {loaded.step} of {_WORKDIR.value} to {_OUTPUT.value}")
     if kind == own.KIND and (line := own.without_code(loaded.decoder.config)):
         print(line)

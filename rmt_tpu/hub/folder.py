@@ -100,6 +100,7 @@ def export(
 
     Raises:
       UsageError: the hub's format cannot express the model, or the folder cannot be written.
+      ArgumentError: `dtype` cannot express a number of a tensor.
     """
     if kind not in (None, *EXPLICIT):
         raise UsageError(f"kind={kind} cannot be chosen; legal: None, {', '.join(EXPLICIT)}")

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from jaxtyping import Float
 
-from rmt_tpu.errors import RunError, UsageError
+from rmt_tpu.errors import ArgumentError, RunError, UsageError
 from rmt_tpu.hub import files, packed
 from rmt_tpu.hub.files import INDEX, WEIGHTS
 from rmt_tpu.hub.models import Description
@@ -392,6 +392,7 @@ def write(
 
     Raises:
       UsageError: safetensors is not installed.
+      ArgumentError: `dtype` cannot express a number of a tensor.
     """
     try:
         from safetensors.numpy import save_file
@@ -428,7 +429,15 @@ def _tensor(parts: list[Piece], value: Callable[[Piece], np.ndarray], dtype: Any
     tensor = np.empty(first.matrix, np.float32 if first.exact else dtype)
     for piece in parts:
         shape = piece.own_shape[::-1] if piece.transposed else piece.own_shape
-        part = value(piece).reshape(shape) * np.float32(piece.factor) - np.float32(piece.offset)
-        part = part.T if piece.transposed else part
-        tensor[piece.index] = part
+        # Suppress numpy's warning if a number overflows; the check below raises an error.
+        with np.errstate(over="ignore"):
+            part = value(piece).reshape(shape) * np.float32(piece.factor) - np.float32(piece.offset)
+            part = part.T if piece.transposed else part
+            tensor[piece.index] = part
+        if not np.isfinite(tensor[piece.index]).all():
+            raise ArgumentError(
+                f"dtype={tensor.dtype} cannot express the tensor {piece.name}, whose largest "
+                f"magnitude is {np.abs(part).max():.4g}; legal: finite weights, and a dtype with "
+                "their range, like float32"
+            )
     return tensor.reshape(first.shape)

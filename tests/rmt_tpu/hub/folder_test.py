@@ -217,6 +217,19 @@ def test_weights_that_are_no_finite_floats_are_told(folder):
         assert "model.norm.weight has values that are not finite in float32" in told
 
 
+@pytest.mark.parametrize("dtype, large", [("float16", 7e4), ("bfloat16", 3.4e38)])
+def test_numbers_that_a_narrow_dtype_lacks_are_refused(dtype, large, tmp_path):
+    """The error names the tensor and the argument, which is the flag's value."""
+    decoder = made(model())
+    gain = decoder.final_site.gain
+    gain[...] = gain[...].at[3].set(-large)
+    with pytest.raises(ArgumentError) as told:
+        export(decoder, ByteTokenizer(), tmp_path / "hub", max_length=64, dtype=dtype)
+    tensor = "the tensor model.norm.weight, whose largest magnitude is"
+    assert str(told.value).startswith(f"dtype={dtype} cannot express {tensor} {large:.4g}; legal:")
+    export(decoder, ByteTokenizer(), tmp_path / "hub", max_length=64)
+
+
 def test_weights_are_told_apart_without_reading_them(folder):
     """By which answers are kept."""
     before = identity(folder)
