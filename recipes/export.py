@@ -14,7 +14,7 @@ folder then also has PyTorch code, which the transformers library uses to load t
 from absl import flags
 
 from recipes import program
-from rmt_tpu.errors import arguments_as_flags
+from rmt_tpu.errors import arguments_as_flags, flag_errors
 
 _WORKDIR = flags.DEFINE_string(
     "workdir", None, "run folder of recipes.train, local or gs://", required=True
@@ -41,9 +41,11 @@ _KIND = flags.DEFINE_enum(
 def main() -> int:
     """Write a run folder's model in the hub's format, and return 0."""
     from rmt_tpu.hub import own
-    from rmt_tpu.hub.folder import export
+    from rmt_tpu.hub.folder import export, new_folder
     from rmt_tpu.runs.loading import load_step
 
+    with flag_errors("output"):
+        new_folder(_OUTPUT.value)  # Report an illegal folder before the checkpoint is read.
     with arguments_as_flags():
         loaded = load_step(_WORKDIR.value, _STEP.value)
     kind = None if _KIND.value == "hub" else _KIND.value

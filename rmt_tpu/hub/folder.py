@@ -29,7 +29,7 @@ from rmt_tpu.hub.models import (
 from rmt_tpu.hub.pieces import Piece
 from rmt_tpu.hub.placing import read_parameter
 from rmt_tpu.hub.tensors import pieces
-from rmt_tpu.storage import Location
+from rmt_tpu.storage import Location, open_folder
 
 DTYPES = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16, "float16": np.float16}
 
@@ -75,6 +75,26 @@ def _read(folder: Location, described: Description, shapes: Any, shardings: Any 
     return jax.tree_util.tree_map_with_path(read, shapes, shardings)
 
 
+def new_folder(folder: str | Path) -> Path:
+    """Return the absolute path of the local folder for an export, without creating it.
+
+    Args:
+      folder: the folder, in which `~` stands for the home folder.
+
+    Raises:
+      UsageError: the folder is not local, not empty, or cannot be read.
+    """
+    if "://" in str(folder):
+        raise UsageError(f"{folder} is not a local folder; legal: a new or empty local folder")
+    path = open_folder(folder).local_path
+    try:
+        if path.exists() and any(path.iterdir()):
+            raise UsageError(f"{folder} is not empty; legal: a new or empty folder")
+    except OSError as error:
+        raise UsageError(f"{folder} cannot be written: {error.strerror}") from None
+    return path
+
+
 def export(
     decoder: Decoder,
     tokenizer: data.Tokenizer,
@@ -92,7 +112,7 @@ def export(
     Args:
       decoder: the model.
       tokenizer: the tokenizer of the model.
-      folder: a local folder, which must be new or empty.
+      folder: a local folder, which must be new or empty; see `new_folder`.
       max_length: the sequence length in training, in tokens.
       dtype: the dtype of the written tensors, a key of DTYPES.
       kind: the model type to write. "rmt_tpu" can express any model (see `hub.own`). The other
@@ -104,7 +124,7 @@ def export(
     """
     if kind not in (None, *EXPLICIT):
         raise UsageError(f"kind={kind} cannot be chosen; legal: None, {', '.join(EXPLICIT)}")
-    path, model = Path(folder), decoder.config
+    path, model = new_folder(folder), decoder.config
     kind = kind_of(model) if kind is None else kind
     family, special = FAMILIES[kind], {"bos": tokenizer.bos, "ends": tokenizer.ends}
     values = config_values(model, max_length=max_length, kind=kind, **special)
@@ -118,8 +138,6 @@ def export(
 
     try:
         path.mkdir(parents=True, exist_ok=True)
-        if any(path.iterdir()):
-            raise UsageError(f"{folder} is not empty; legal: a new or empty folder")
         weights.write(path, pieces(model, family), value, DTYPES[dtype])
         if kind == own.KIND:
             own.write_code(model, path)

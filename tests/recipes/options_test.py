@@ -235,6 +235,11 @@ REFUSED = {
         ["--", "rmt-scaling", "--workdir", "--jobs=2"],
         "argument '--workdir' is not a flag",
     ),
+    "export to a bucket": (  # The output is checked before the run is opened.
+        "export",
+        ["--workdir=none", "--output=gs://bucket/hub"],
+        "error: --output=gs://bucket/hub is not a local folder; legal: a new or empty local fold",
+    ),
     "temperature": ("generate", ["--workdir=x", "--temperature=nan"], "--temperature=nan must be"),
     "generate's seed": ("generate", ["--workdir=x", "--seed=-1"], "--seed=-1 must be at least 0"),
     "float64": (

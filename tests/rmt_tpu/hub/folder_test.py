@@ -20,7 +20,7 @@ from rmt_tpu.data import ByteTokenizer, load_saved, load_tokenizer
 from rmt_tpu.data.bpe import BpeTokenizer
 from rmt_tpu.errors import ArgumentError, RunError, UsageError
 from rmt_tpu.hub import weights
-from rmt_tpu.hub.folder import export
+from rmt_tpu.hub.folder import export, new_folder
 from rmt_tpu.hub.models import Description, config_values, describe, is_hub, model_config
 from rmt_tpu.hub.tokens import read_tokenizer
 from rmt_tpu.runs.loading import identity, load_step
@@ -261,6 +261,23 @@ def test_files_that_are_not_whole(folder, tmp_path):
         rmt_tpu.load(folder)
     with pytest.raises(UsageError, match="is not empty; legal: a new or empty folder"):
         export(made(model()), ByteTokenizer(), folder, max_length=64)
+
+
+def test_the_folder_of_an_export(tmp_path, monkeypatch):
+    """It is the home folder's for all files, and a bucket or a file is refused at once."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    export(made(model()), ByteTokenizer(), "~/hub", max_length=64)
+    assert rmt_tpu.load(tmp_path / "hub") and [path.name for path in tmp_path.iterdir()] == ["hub"]
+    (tmp_path / "file").touch()
+    for folder, words in (
+        ("gs://bucket/hub", "gs://bucket/hub is not a local folder; legal: a new or empty local"),
+        ("file", "file cannot be written: Not a directory"),
+        ("hub", "hub is not empty; legal: a new or empty folder"),
+    ):
+        with pytest.raises(UsageError, match=f"^{words}"):
+            new_folder(folder)
+    assert len(list(tmp_path.iterdir())) == 2
 
 
 def test_a_text_ends_where_the_folder_says(folder, tmp_path):
