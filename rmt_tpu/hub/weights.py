@@ -391,10 +391,11 @@ def write(
       dtype: the dtype of the written tensors, except pieces with `exact`, which are float32.
 
     Raises:
-      UsageError: safetensors is not installed.
+      UsageError: safetensors is not installed, or a file cannot be written.
       ArgumentError: `dtype` cannot express a number of a tensor.
     """
     try:
+        from safetensors import SafetensorError
         from safetensors.numpy import save_file
     except ImportError:
         raise UsageError(
@@ -417,7 +418,11 @@ def write(
     for number, group in enumerate(groups, 1):
         file = WEIGHTS if single else f"model-{number:05}-of-{len(groups):05}.safetensors"
         tensors = {name: _tensor(by_name[name], value, dtype) for name in group}
-        save_file(tensors, folder / file, metadata={"format": "pt"})
+        try:
+            save_file(tensors, folder / file, metadata={"format": "pt"})
+        except SafetensorError as error:  # The disk may be full.
+            reason = " ".join(str(error).split())
+            raise UsageError(f"{folder / file} cannot be written: {reason}") from None
         files |= dict.fromkeys(tensors, file)
     if not single:
         index: Mapping[str, Any] = {"metadata": {"total_size": total}, "weight_map": files}

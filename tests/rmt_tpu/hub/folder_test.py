@@ -2,6 +2,8 @@
 
 import dataclasses
 import json
+import re
+import resource
 
 import jax
 import jax.numpy as jnp
@@ -278,6 +280,19 @@ def test_the_folder_of_an_export(tmp_path, monkeypatch):
         with pytest.raises(UsageError, match=f"^{words}"):
             new_folder(folder)
     assert len(list(tmp_path.iterdir())) == 2
+
+
+def test_a_disk_without_room_is_told(tmp_path):
+    """A limit of the size of files stands for it."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2000, hard))  # bytes
+    try:
+        with pytest.raises(UsageError) as told:
+            export(made(model()), ByteTokenizer(), tmp_path / "hub", max_length=64)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    where = tmp_path / "hub/model.safetensors"
+    assert re.fullmatch(f"{where} cannot be written: .*File too large.*", str(told.value))
 
 
 def test_a_text_ends_where_the_folder_says(folder, tmp_path):
