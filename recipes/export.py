@@ -40,18 +40,23 @@ _KIND = flags.DEFINE_enum(
 
 def main() -> int:
     """Write a run folder's model in the hub's format, and return 0."""
+    from rmt_tpu.data import read_template
     from rmt_tpu.hub import own
     from rmt_tpu.hub.folder import export, new_folder
+    from rmt_tpu.hub.models import is_hub
     from rmt_tpu.runs.loading import load_step
+    from rmt_tpu.storage import open_folder
 
     with flag_errors("output"):
         new_folder(_OUTPUT.value)  # Report an illegal folder before the checkpoint is read.
     with arguments_as_flags():
         loaded = load_step(_WORKDIR.value, _STEP.value)
+    folder, tokenizer = open_folder(_WORKDIR.value), loaded.tokenizer
+    template = read_template(folder, tokenizer, starts=tokenizer.starts and not is_hub(folder))
     kind = None if _KIND.value == "hub" else _KIND.value
     options = {"max_length": loaded.seq_len, "dtype": _DTYPE.value, "kind": kind}
     with arguments_as_flags():
-        export(loaded.decoder, loaded.tokenizer, _OUTPUT.value, **options)
+        export(loaded.decoder, tokenizer, _OUTPUT.value, template=template, **options)
     print(f"exported step {loaded.step} of {_WORKDIR.value} to {_OUTPUT.value}")
     if kind == own.KIND and (line := own.without_code(loaded.decoder.config)):
         print(line)

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Int32
 
-from rmt_tpu.data.tokenizer import Tokenizer
+from rmt_tpu.data.tokenizer import ByteTokenizer, Tokenizer
 from rmt_tpu.errors import UsageError, one_line, shown
 from rmt_tpu.storage import Folder
 
@@ -27,6 +27,9 @@ _GENERATION = re.compile(r"\{%-?\s*generation\b")
 # These characters enclose each part of a text that a template marks as the model's answer. Unicode
 # reserves them for internal use by programs, so ordinary texts do not contain them.
 _BEGIN, _END = "\ufdd0", "\ufdd1"
+
+# This Jinja code writes the start token. The line break belongs to the comment, and is not written.
+_WRITE_START = "{{ bos_token }}{# Texts of the training begin with it. #}\n"
 
 _NEEDED = "chat templates need jinja2: pip install 'rmt_tpu[chat]'"
 # Variables that name the tokenizer's start and end token if tokenizer_config.json lacks them.
@@ -152,6 +155,31 @@ class ChatTemplate:
         """Return the template and its variables as fields of a tokenizer_config.json."""
         return {**self._names, "chat_template": self._source}
 
+    def standalone_json(self) -> dict[str, str]:
+        """Return `json` for programs that never add the start token to a conversation.
+
+        If `starts` is set and the template does not write the start token, the returned template
+        does. A short conversation shows whether it does; a template that refuses this conversation
+        is not changed. Empty names of tokens are left out.
+
+        Raises:
+          UsageError: the template cannot be compiled, or jinja2 is not installed.
+        """
+        source = self._source
+        if self._starts and not self._writes_start():
+            source = _WRITE_START + source
+        names = {name: value for name, value in self._names.items() if value}
+        return names | {"chat_template": source}
+
+    def _writes_start(self) -> bool:
+        """Return whether conversations begin with the start token; True if it is unknown."""
+        self.check()
+        try:
+            text = self.render([{"role": "user", "content": "a"}], add_generation_prompt=True)
+        except UsageError:
+            return True
+        return self._tokenizer.encode_special(text)[:1].tolist() == [self._tokenizer.bos]
+
     def save(self, folder: Folder) -> None:
         """Write the template into a folder, from which `read_template` reads it.
 
@@ -232,6 +260,10 @@ def read_template(
     # Null says that the model has no such token, and not that it is to be guessed.
     contents |= {name: "" for name in _GUESSED if name in values and values[name] is None}
     names = {n: v for n, v in contents.items() if n.endswith("_token") and isinstance(v, str)}
+    if isinstance(tokenizer, ByteTokenizer):
+        # This tokenizer encodes the name of a token as ordinary text, so that no template can write
+        # the start token.
+        names, starts = {}, tokenizer.starts
     return ChatTemplate(source, tokenizer, names=names, starts=starts, where=where)
 
 

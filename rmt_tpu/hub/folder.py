@@ -103,6 +103,7 @@ def export(
     max_length: int,
     dtype: str = "float32",
     kind: str | None = None,
+    template: data.ChatTemplate | None = None,
 ) -> None:
     """Write a model and its tokenizer to a folder in the hub's format.
 
@@ -117,9 +118,11 @@ def export(
       dtype: the dtype of the written tensors, a key of DTYPES.
       kind: the model type to write. "rmt_tpu" can express any model (see `hub.own`). The other
         legal values are in `models.EXPLICIT`. None chooses the type that fits the model.
+      template: the chat template of the model, or None.
 
     Raises:
-      UsageError: the hub's format cannot express the model, or the folder cannot be written.
+      UsageError: the hub's format cannot express the model, the folder cannot be written, or the
+        template cannot be compiled.
       ArgumentError: `dtype` cannot express a number of a tensor.
     """
     if kind not in (None, *EXPLICIT):
@@ -128,6 +131,7 @@ def export(
     kind = kind_of(model) if kind is None else kind
     family, special = FAMILIES[kind], {"bos": tokenizer.bos, "ends": tokenizer.ends}
     values = config_values(model, max_length=max_length, kind=kind, **special)
+    names = tokens.tokenizer_config(tokenizer, max_length, template)
     params = nnx.to_pure_dict(nnx.state(decoder, nnx.Param))
 
     def value(piece: Piece) -> np.ndarray:
@@ -144,7 +148,7 @@ def export(
         files = {
             CONFIG: values | {"torch_dtype": dtype},
             GENERATION: special_tokens(tokenizer.bos, tokenizer.ends),
-            tokens.CONFIG: tokens.tokenizer_config(tokenizer, max_length),
+            tokens.CONFIG: names,
         }
         for name, fields in files.items():
             if fields:

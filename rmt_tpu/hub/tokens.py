@@ -31,22 +31,30 @@ def read_tokenizer(folder: Location, described: Description) -> data.Tokenizer:
     return tokenizer
 
 
-def tokenizer_config(tokenizer: data.Tokenizer, max_length: int) -> dict[str, Any]:
+def tokenizer_config(
+    tokenizer: data.Tokenizer, max_length: int, template: data.ChatTemplate | None
+) -> dict[str, Any]:
     """Return the content of tokenizer_config.json for an exported model.
 
-    The result is empty if the tokenizer has no names for its start and end tokens.
+    Without a template, the result is empty if the tokenizer has no names for its start and end
+    tokens. If the template has other names for them, they are written, because it reads them.
+
+    Raises:
+      UsageError: the template cannot be compiled, or jinja2 is not installed.
     """
+    of_template = {} if template is None else template.standalone_json()
     of_bytes = isinstance(tokenizer, data.ByteTokenizer)
     name = byte_names().__getitem__ if of_bytes else tokenizer.token_name
     names = [name(token) for token in (tokenizer.bos, tokenizer.ends[0])]
     if None in names:
-        return {}
+        return of_template
     return {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "add_bos_token": tokenizer.starts,
         "bos_token": names[0],
         "eos_token": names[1],
         "model_max_length": max_length,
+        **of_template,
     }
 
 

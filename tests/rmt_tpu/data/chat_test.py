@@ -70,6 +70,27 @@ def test_how_a_conversation_starts():
     assert made("", starts=True).encode("a").tolist() == [ByteTokenizer.bos, ord("a")]
 
 
+@pytest.mark.parametrize(
+    "source, starts, changed",
+    [
+        (CHATML, True, True),
+        ("  {% if true %}\n a\n  {% endif %}", True, True),
+        ("{{ bos_token }}" + CHATML, True, False),
+        ("{{ raise_exception('A system prompt is needed.') }}", True, False),
+        (CHATML, False, False),
+    ],
+)
+def test_a_template_that_writes_the_start_of_training(source, starts, changed):
+    """For programs that put no start token in front; the rest of the text is the same."""
+    template = made(source, special_tokenizer(), names={"pad_token": ""}, starts=starts)
+    written = template.standalone_json()
+    assert set(written) == {"bos_token", "eos_token", "chat_template"}
+    assert (written["chat_template"] != source) == changed
+    if changed:
+        alone = made(written["chat_template"], special_tokenizer())
+        assert alone.render(HELLO) == f"<s>{template.render(HELLO)}"
+
+
 def test_what_templates_find():
     """The variables, filters and tags that transformers has."""
     names = special_tokenizer()

@@ -18,7 +18,13 @@ import rmt_tpu
 from rmt_tpu import config as cfg
 from rmt_tpu.config import overrides
 from rmt_tpu.config.presets import run as preset_run
-from rmt_tpu.data import ByteTokenizer, load_saved, load_tokenizer
+from rmt_tpu.data import (
+    ByteTokenizer,
+    ChatTemplate,
+    load_saved,
+    load_tokenizer,
+    read_template,
+)
 from rmt_tpu.data.bpe import BpeTokenizer
 from rmt_tpu.errors import ArgumentError, RunError, UsageError
 from rmt_tpu.hub import weights
@@ -26,6 +32,7 @@ from rmt_tpu.hub.folder import export, new_folder
 from rmt_tpu.hub.models import Description, config_values, describe, is_hub, model_config
 from rmt_tpu.hub.tokens import read_tokenizer
 from rmt_tpu.runs.loading import identity, load_step
+from rmt_tpu.storage import open_folder
 from rmt_tpu.training import trainer
 from tests import cli, models
 from tests.rmt_tpu.hub import oracle
@@ -124,7 +131,14 @@ def test_what_was_trained_on_from_a_folder_goes_out_again(tied, tmp_path):
     begun = parameters(made(padded))["embedding"]["tokens"]
     assert (parameters(trained.decoder)["embedding"]["tokens"] != begun).any()
     assert ("unembedding" in parameters(trained.decoder)) == (not tied)
+    source = "{{ messages[0].content }}"
+    ChatTemplate(source, ByteTokenizer()).save(open_folder(tmp_path / "run"))
     cli.succeed("export", f"--workdir={tmp_path / 'run'}", f"--output={tmp_path / 'out'}")
+    assert (
+        read_template(open_folder(tmp_path / "out"), ByteTokenizer())
+        .json()["chat_template"]
+        .endswith(source)
+    )
     again, tokenizer = rmt_tpu.load(tmp_path / "out")
     same(again, trained.decoder)
     assert (again.config.vocab_size, tokenizer.vocab_size) == (PADDED, 257)
@@ -337,6 +351,27 @@ def test_names_of_special_tokens_go_out(tmp_path):
     assert library.encode("aa").ids == [1, 0, 0]
     again = rmt_tpu.load(tmp_path / "hub")[1]
     assert again.starts and again.template and again.fingerprint() == tokenizer.fingerprint()
+
+
+@pytest.mark.parametrize("written", ["", "{{ bos_token }}"])
+@pytest.mark.parametrize("kind", ["names", "bytes"])
+def test_a_chat_template_goes_out(kind, written, tmp_path):
+    """A conversation is what it was, also with the start token that training put before it."""
+    tokenizer, end = BpeTokenizer.from_json("x", NAMED.to_str()), "</s>"
+    if kind == "bytes":
+        tokenizer, end = ByteTokenizer(), ""
+    source = (
+        f"{written}{{% for m in messages %}}\n{{{{ m.content }}}}{{{{ eos_token }}}}{{% endfor %}}"
+    )
+    names = {"eos_token": end}
+    template = ChatTemplate(source, tokenizer, names=names, starts=True)
+    size = {"vocab_size": tokenizer.vocab_size}
+    export(made(model(**size)), tokenizer, tmp_path / "hub", max_length=64, template=template)
+    found = read_template(open_folder(tmp_path / "hub"), rmt_tpu.load(tmp_path / "hub")[1])
+    talk = 2 * [{"role": "user", "content": "a"}]
+    tokens = found.encode(found.render(talk)).tolist()
+    assert tokens == template.encode(template.render(talk)).tolist()
+    assert tokens == {"names": [1, 0, 2, 0, 2], "bytes": [256, 97, 97]}[kind]
 
 
 def test_a_text_starts_as_the_folder_s_tokenizer_has_it(tmp_path):
