@@ -75,8 +75,8 @@ class ChatTemplate:
         """Raise UsageError if the template cannot be compiled, or jinja2 is not installed."""
         _ = self._compiled
 
-    def render(self, messages: Sequence[Mapping[str, Any]], **variables: Any) -> str:
-        """Return the text of a conversation.
+    def render(self, messages: Sequence[Mapping[str, Any]], /, **variables: Any) -> str:
+        """Return the text of a conversation. A variable may have any name except `messages`.
 
         Args:
           messages: the messages, each with a `role` and a `content`.
@@ -115,7 +115,7 @@ class ChatTemplate:
         return _GENERATION.search(self._source) is not None
 
     def render_marked(
-        self, messages: Sequence[Mapping[str, Any]], **variables: Any
+        self, messages: Sequence[Mapping[str, Any]], /, **variables: Any
     ) -> list[tuple[str, bool]]:
         """Return the text of a conversation in pieces, each with True if the template marks it.
 

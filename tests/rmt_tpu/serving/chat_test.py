@@ -39,7 +39,9 @@ def test_the_prompt_is_what_the_template_writes():
     assert request.tokens.tolist() == [ByteTokenizer.bos, *b"user: Hi\nassistant:"]
     assert asked.chat and not asked.echo and asked.prompts[0].client_tokens == 20
     assert ask(add_generation_prompt=False).prompts[0].text == "user: Hi\n"
-    assert ask(chat_template_kwargs={"loud": True}).prompts[0].text == "user: Hi\nassistant:!"
+    # Names of Python and Jinja are variables like others.
+    more = {"loud": True, "self": 1, "loop": 2, "cls": 3, "args": 4}
+    assert ask(chat_template_kwargs=more).prompts[0].text == "user: Hi\nassistant:!"
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     said = [
         {"role": "user", "name": "Zoë", "content": parts},
