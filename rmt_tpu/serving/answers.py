@@ -210,13 +210,23 @@ class _Choice:
         tokens = zip(completion.tokens, completion.log_probabilities, likeliest, strict=True)
         for token, log, alternatives in tokens:
             self._queue(token, log, alternatives)
-        # Report a token when its text is sent. The tokens of a stop string are never reported,
-        # because a stop string is never sent.
-        count = sum(each.offset < self.characters_sent for each in self.pending)
-        if completion.finish == "length":
-            count = len(self.pending)
+        count = self._count_reported(completion.finish)
         scored, self.pending = self.pending[:count], self.pending[count:]
         return Piece(text, completion.finish, scored)
+
+    def _count_reported(self, finish: str | None) -> int:
+        """Return how many of the pending tokens to report.
+
+        A token is reported when its text is sent. The tokens of a stop string are never reported,
+        because a stop string is never sent.
+        """
+        if finish == "length" or (finish and self.offset <= self.characters_sent):
+            return len(self.pending)
+        count = sum(each.offset < self.characters_sent for each in self.pending)
+        # Special tokens before a stop string have no text, so they are not a part of it.
+        while finish and count < len(self.pending) and not self._bytes(self.pending[count].token):
+            count += 1
+        return count
 
     def _queue_prompt(self, scores: Scores | None) -> None:
         if scores is None:
@@ -237,9 +247,12 @@ class _Choice:
         """Record a token with its scores and text offset, to be reported when its text is sent."""
         best = None if likeliest is None else [*likeliest.items()][: self.request.logprobs]
         self.pending.append(ScoredToken(token, log, best, self.offset))
-        # Ids beyond the tokenizer's vocabulary have no text.
-        if token < self.tokenizer.vocab_size:
-            self.offset += len(self.characters.decode(self.tokenizer.decode_bytes([token])))
+        self.offset += len(self.characters.decode(self._bytes(token)))
+
+    def _bytes(self, token: int) -> bytes:
+        """Return the bytes of a token's text; ids beyond the tokenizer's vocabulary have none."""
+        known = token < self.tokenizer.vocab_size
+        return self.tokenizer.decode_bytes([token]) if known else b""
 
 
 def _finite(log: float | None) -> float | None:

@@ -69,6 +69,20 @@ def test_logarithms_of_characters_that_come_in_parts():
     assert whole["usage"]["completion_tokens"] == 9  # of which a stop string took three
 
 
+@pytest.mark.parametrize("end, stop", [([], "END"), ([*b"E", BOS, *b"ND"], "END"), ([300], None)])
+def test_special_tokens_at_the_end_of_a_text_have_logarithms(end, stop):
+    """They have no text, so that a stop string after them has none of them, but one within has."""
+    tokens = [97, BOS, BOS, *end]
+    logs = Scores([-1.0] * len(tokens), [{}] * len(tokens))
+    parts = [NewTokens(0, tokens, logs, not stop or not end, True)]
+    whole, _ = told(parts, logprobs=0, **({"stop": stop} if stop else {}))
+    (choice,) = whole["choices"]
+    assert (choice["text"], choice["finish_reason"]) == ("a", "stop")
+    told_tokens = ["a", "", "", *(["token:300"] if end == [300] else [])]
+    assert choice["logprobs"]["tokens"] == told_tokens
+    assert choice["logprobs"]["text_offset"] == [0, *[1] * (len(told_tokens) - 1)]
+
+
 def test_tokens_that_no_text_has():
     """The model may have more of them than its tokenizer."""
     part = NewTokens(0, [97], Scores([-1.0], [{300: -0.5}]), True, False)
