@@ -237,7 +237,11 @@ class _Choice:
         unscored = [None] * (1 - start)
         logs = unscored + scores.log_probabilities
         likeliest = unscored + (scores.likeliest or [{}] * len(scores.log_probabilities))
-        tokens = zip(self.prompt.tokens[start:].tolist(), logs, likeliest, strict=True)
+        prompt_tokens = self.prompt.tokens[start:].tolist()
+        # SentencePiece puts a space before a text. It is in the first token, and not in the text.
+        decoded = b"".join(map(self._bytes, prompt_tokens)).decode(errors="replace")
+        self.offset = _leading_spaces(self.prompt.text) - _leading_spaces(decoded)
+        tokens = zip(prompt_tokens, logs, likeliest, strict=True)
         for token, log, alternatives in tokens:
             self._queue(token, log, alternatives)
         self.offset = len(self.prompt.text)
@@ -246,13 +250,17 @@ class _Choice:
     def _queue(self, token: int, log: float | None, likeliest: dict[int, float] | None) -> None:
         """Record a token with its scores and text offset, to be reported when its text is sent."""
         best = None if likeliest is None else [*likeliest.items()][: self.request.logprobs]
-        self.pending.append(ScoredToken(token, log, best, self.offset))
+        self.pending.append(ScoredToken(token, log, best, max(self.offset, 0)))
         self.offset += len(self.characters.decode(self._bytes(token)))
 
     def _bytes(self, token: int) -> bytes:
         """Return the bytes of a token's text; ids beyond the tokenizer's vocabulary have none."""
         known = token < self.tokenizer.vocab_size
         return self.tokenizer.decode_bytes([token]) if known else b""
+
+
+def _leading_spaces(text: str) -> int:
+    return len(text) - len(text.lstrip(" "))
 
 
 def _finite(log: float | None) -> float | None:

@@ -1,10 +1,13 @@
 """What clients are told of what comes: whole, in chunks, with logarithms and prompts."""
 
 import json
+from dataclasses import replace
 
 import pytest
+import tokenizers
 
 from rmt_tpu.data import ByteTokenizer
+from rmt_tpu.data.bpe import BpeTokenizer
 from rmt_tpu.generation import Draft, NewTokens, Scores
 from rmt_tpu.serving.answers import Answer
 from rmt_tpu.serving.protocol import ServedModel, parse
@@ -20,11 +23,11 @@ def said(text: bytes, ended: bool = False, prompt: Scores | None = None) -> NewT
     return NewTokens(0, list(text), Scores(logs, ranks), ended, False, prompt)
 
 
-def told(parts: list[NewTokens], **fields) -> tuple[dict, list[dict]]:
+def told(parts: list[NewTokens], served: ServedModel = SERVED, **fields) -> tuple[dict, list[dict]]:
     """The whole answer and the chunks of the first text."""
-    ask = parse(json.dumps(fields).encode(), SERVED, 0)
-    answer = Answer(ask, SERVED, "cmpl-1", 5)
-    draft = Draft(0, ByteTokenizer(), ask.stop)
+    ask = parse(json.dumps(fields).encode(), served, 0)
+    answer = Answer(ask, served, "cmpl-1", 5)
+    draft = Draft(0, served.tokenizer, ask.stop)
     chunks = [answer.add(0, draft.add(part), part.prompt) for part in parts]
     assert answer.ended
     return answer.response(), chunks
@@ -114,6 +117,40 @@ def test_the_prompt_is_told_first(given):
         assert start == wanted | {"text_offset": [0]}
     else:
         assert not any(start.values())
+
+
+def sentence_pieces() -> BpeTokenizer:
+    """Llama's kind: U+2581 stands for a space, and is put before a text."""
+    names = ["<s>", "▁", "a", "b", "▁a", "▁ab"]
+    model = tokenizers.models.BPE({n: k for k, n in enumerate(names)}, [("▁", "a"), ("▁a", "b")])
+    library = tokenizers.Tokenizer(model)
+    normal, back = tokenizers.normalizers, tokenizers.decoders
+    library.normalizer = normal.Sequence([normal.Prepend("▁"), normal.Replace(" ", "▁")])
+    library.decoder = back.Sequence([back.Replace("▁", " "), back.Fuse(), back.Strip(" ", 1, 0)])
+    library.add_special_tokens(["<s>"])
+    return BpeTokenizer.from_json("x", library.to_str())
+
+
+@pytest.mark.parametrize(
+    "text, tokens, offsets",
+    [
+        ("ab a", [" ab", " a"], [0, 2]),
+        (" ab a", [" ", " ab", " a"], [0, 0, 3]),
+    ],
+)
+@pytest.mark.parametrize("bos", [True, False])
+def test_the_space_that_sentencepiece_puts_first_does_not_count(bos, text, tokens, offsets):
+    library = sentence_pieces()
+    encoded = library.encode(text).tolist()
+    given = [library.bos, *encoded] if bos else text
+    scores = Scores([-1.0] * len(encoded), [{}] * len(encoded))
+    part = NewTokens(0, library.encode("a").tolist(), Scores([-1.0], [{}]), True, False, scores)
+    served = replace(SERVED, tokenizer=library)
+    whole, _ = told([part], served, prompt=given, echo=True, logprobs=0)
+    (choice,) = whole["choices"]
+    assert choice["text"] == f"{text} a"
+    assert choice["logprobs"]["tokens"] == [*[""] * bos, *tokens, " a"]
+    assert choice["logprobs"]["text_offset"] == [*[0] * bos, *offsets, len(text)]
 
 
 def test_nothing_but_the_prompt():
