@@ -161,6 +161,7 @@ def with_warm_start(base: RunConfig, stored_config: RunConfig | None = None) -> 
 
 def _config_of_source(init_from: str) -> RunConfig:
     """Return the RunConfig of the model in a run folder, or in a folder in the hub's format."""
+    from rmt_tpu.data import spec_of_folder
     from rmt_tpu.hub.models import describe, is_hub
     from rmt_tpu.storage import open_folder
 
@@ -173,7 +174,8 @@ def _config_of_source(init_from: str) -> RunConfig:
             raise UsageError(f"--init_from cannot be loaded: {error}") from None
         config = presets.modern_run(model)
         seq_len = min(config.data.seq_len, max_length)
-        data = dataclasses.replace(config.data, seq_len=seq_len, tokenizer=init_from)
+        tokenizer = spec_of_folder(init_from)
+        data = dataclasses.replace(config.data, seq_len=seq_len, tokenizer=tokenizer)
         return dataclasses.replace(config, data=data)
     from rmt_tpu.runs.workdir import read_config
 

@@ -17,7 +17,7 @@ from rmt_tpu.data.mixture import MixedText, Mixture
 from rmt_tpu.data.prefetch import Prefetcher
 from rmt_tpu.data.token_store import TokenStore, is_store, open_store
 from rmt_tpu.data.tokenizer import ByteTokenizer, Tokenizer
-from rmt_tpu.data.tokenizer_files import load_saved, load_tokenizer
+from rmt_tpu.data.tokenizer_files import load_saved, load_tokenizer, spec_of_folder
 
 __all__ = [
     "Batch",
@@ -37,5 +37,6 @@ __all__ = [
     "open_store",
     "pack",
     "read_template",
+    "spec_of_folder",
     "split",
 ]

@@ -48,6 +48,15 @@ def load_tokenizer(spec: str) -> Tokenizer:
     raise UsageError(unknown("--tokenizer", spec, legal))
 
 
+def spec_of_folder(folder: Location) -> str:
+    """Return the `spec` from which `load_tokenizer` loads the tokenizer in a folder.
+
+    It is the folder's location, also if the folder's name is that of the byte tokenizer.
+    """
+    spec = str(folder)
+    return f"./{spec}" if spec == BYTE else spec
+
+
 def load_saved(folder: Location) -> Tokenizer:
     """Load the tokenizer that `Tokenizer.save` wrote into a folder.
 

@@ -24,7 +24,7 @@ def read_tokenizer(folder: Location, described: Description) -> data.Tokenizer:
     Raises:
       UsageError: the folder has no tokenizer, or a file is damaged.
     """
-    tokenizer = data.load_tokenizer(str(folder))
+    tokenizer = data.load_tokenizer(data.spec_of_folder(folder))
     values = optional_values_in(folder, CONFIG)
     tokenizer.starts = tokenizer.template
     tokenizer.ends = _ends(tokenizer, described, values)

@@ -127,6 +127,12 @@ def test_parameters_bring_their_vocabulary(tmp_path, monkeypatch):
         monkeypatch.setattr(common.flags, "FLAGS", SimpleNamespace(**given))
         _, base = common.selected_config()
         assert base.model.vocab_size == 300 and base.data.tokenizer == str(tmp_path)
+    # A folder of this name is no byte tokenizer.
+    (tmp_path / "byte").symlink_to(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    given = {"preset": None, "config": None, "init_from": "byte"}
+    monkeypatch.setattr(common.flags, "FLAGS", SimpleNamespace(**given))
+    assert common.selected_config()[1].data.tokenizer == "./byte"
 
 
 def test_dry_run(tmp_path):

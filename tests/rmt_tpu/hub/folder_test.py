@@ -24,6 +24,7 @@ from rmt_tpu.data import (
     load_saved,
     load_tokenizer,
     read_template,
+    spec_of_folder,
 )
 from rmt_tpu.data.bpe import BpeTokenizer
 from rmt_tpu.errors import ArgumentError, RunError, UsageError
@@ -389,6 +390,14 @@ def test_a_text_starts_as_the_folder_s_tokenizer_has_it(tmp_path):
         library.post_processor = tokenizers.processors.TemplateProcessing(
             single="<s> $A", special_tokens=[("<s>", 1)]
         )
+
+
+def test_a_folder_of_the_byte_tokenizer_s_name(tmp_path, monkeypatch):
+    (tmp_path / "byte").mkdir()
+    NAMED.save(str(tmp_path / "byte/tokenizer.json"))
+    monkeypatch.chdir(tmp_path)
+    assert read_tokenizer("byte", Description(model(), 64)).vocab_size == 3
+    assert spec_of_folder("byte") == "./byte" and spec_of_folder(tmp_path) == str(tmp_path)
 
 
 def test_an_end_that_config_json_does_not_say(tmp_path):
