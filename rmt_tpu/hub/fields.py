@@ -4,12 +4,15 @@ This module does not import JAX.
 """
 
 import json
-import math
+import sys
 from collections.abc import Container, Mapping
 from typing import Any
 
 from rmt_tpu.errors import UsageError, shown, unknown
 from rmt_tpu.storage import Fault, Location, open_folder
+
+# JSON has whole numbers that are larger than any float.
+_LARGEST = sys.float_info.max
 
 
 def values_in(folder: Location, name: str) -> Mapping[str, Any] | None:
@@ -95,7 +98,7 @@ class Fields:
           UsageError: the field has a different value, or it is missing and there is no default.
         """
         value = self._values.get(name, default)
-        if type(value) not in (int, float) or not 0 < value < math.inf:
+        if type(value) not in (int, float) or not 0 < value <= _LARGEST:
             raise self.wrong(name, value, "a positive number")
         return float(value)
 
@@ -127,7 +130,7 @@ class Fields:
           UsageError: the field has a different value or is missing.
         """
         value = self._values.get(name)
-        if type(value) not in (int, float) or not 0 <= value < math.inf:
+        if type(value) not in (int, float) or not 0 <= value <= _LARGEST:
             raise self.wrong(name, value, "a number, at least 0")
         return float(value)
 
@@ -138,7 +141,7 @@ class Fields:
           UsageError: the field has a different value or is missing.
         """
         value = self._values.get(name)
-        if type(value) not in (int, float) or not math.isfinite(value):
+        if type(value) not in (int, float) or not abs(value) <= _LARGEST:
             raise self.wrong(name, value, "a number")
         return float(value)
 

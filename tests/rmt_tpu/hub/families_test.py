@@ -138,6 +138,10 @@ REFUSED = {
         CONFIGS["qwen3_attnres"] | {"attnres_gate_type": "sigmoid_scalar"},
         "attnres_gate_type='sigmoid_scalar' is not supported; legal: \"bias\"$",
     ),
+    "a bias of attention over depth": (
+        CONFIGS["qwen3_attnres"] | {"attnres_recency_bias_init": -(10**400)},
+        "attnres_recency_bias_init=-1000.* is not supported; legal: a number$",
+    ),
     "a mode of attention over depth": (
         CONFIGS["qwen3_attnres"] | {"attnres_mode": "delta"},
         "attnres_mode 'delta' is unknown; legal: block, full",

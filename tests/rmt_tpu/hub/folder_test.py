@@ -449,6 +449,11 @@ REFUSED = {
     "layers": ({"layer_types": ["sliding_attention"]}, "layer_types=.'sliding_attention'"),
     "bias": ({"attention_bias": True}, "attention_bias=True is not .*; legal: false$"),
     "activation": ({"hidden_act": "relu"}, "hidden_act 'relu' is unknown; .* legal: silu"),
+    "epsilon": ({"rms_norm_eps": 10**400}, "rms_norm_eps=1000.* is not .*; legal: a positive num"),
+    "magnitude": (
+        {"rope_scaling": {"rope_type": "yarn", "factor": 2.0, "mscale": 10**400}},
+        "mscale=1000.* is not .*; legal: a number, at least 0",
+    ),
     "size": ({"hidden_size": "12"}, "hidden_size='12' is not .* at least 1"),
 }
 
