@@ -110,7 +110,7 @@ def _rotated(fields: Fields, head_dim: int, default: float) -> int:
     """Return the size of the part of a head that RoPE rotates."""
     name = "partial_rotary_factor"
     factor = fields.positive_or(name, default)
-    dims = int(head_dim * factor)
+    dims = int(head_dim * min(factor, 2.0))  # The product with a larger factor may be infinite.
     if dims % 2 or not 0 < dims <= head_dim:
         legal = f"a number up to 1 whose product with head_dim={head_dim} is even"
         raise fields.wrong(name, factor, legal)
@@ -171,7 +171,7 @@ def read_logit_factor(fields: Fields, rope: cfg.Rope) -> float:
     It is the square of `0.1 s log(factor) + 1`, where s is the field `mscale_all_dim`.
 
     Raises:
-      UsageError: the config has this field, but does not use YaRN.
+      UsageError: the config has this field, but does not use YaRN, or the number is too large.
     """
     name = "rope_scaling" if fields.has("rope_scaling") else "rope_parameters"
     group = fields.group(name)
@@ -179,7 +179,10 @@ def read_logit_factor(fields: Fields, rope: cfg.Rope) -> float:
         group.only(_ALL_DIMS, None, 0)
         return 1.0
     scale = group.not_negative(_ALL_DIMS) if group.has(_ALL_DIMS) else 0.0
-    return _magnitude(rope.scaling.factor, scale) ** 2
+    magnitude = _magnitude(rope.scaling.factor, scale)
+    if magnitude > 1e100:
+        raise group.wrong(_ALL_DIMS, scale, "a number whose factor for the logits is finite")
+    return magnitude**2
 
 
 def logit_factor_values(rope: cfg.Rope, factor: float) -> dict[str, float]:

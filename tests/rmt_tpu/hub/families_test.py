@@ -226,6 +226,15 @@ REFUSED = {
         {"model_type": "phi3", "rope_parameters": {"partial_rotary_factor": 0.5}},
         "rope_parameters: partial_rotary_factor=0.5 is not supported; legal: a number up to 1",
     ),
+    "a part that is no part": (
+        {"model_type": "phi3", "partial_rotary_factor": 1e308},
+        r"partial_rotary_factor=1e\+308 is not supported; legal: a number up to 1",
+    ),
+    "a factor that is not finite": (
+        CONFIGS["deepseek_v3"]
+        | {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "mscale_all_dim": 1e308}},
+        r"rope_scaling: mscale_all_dim=1e\+308 is not supported; legal: a number whose factor",
+    ),
     "layers": (
         {"model_type": "llama", "num_hidden_layers": 10**6},
         "num_hidden_layers=1000000 is not supported; legal: at most 1000$",
