@@ -201,7 +201,8 @@ class _PlanTrainer:
             if pending:
                 return 0
         if _JOBS.value > 1:
-            code = several.train_in_processes(trials, _JOBS.value)
+            settled = lambda trial: self.runs.settled(pending[trial.label])
+            code = several.train_in_processes(trials, _JOBS.value, settled)
             if self.runs.records is not None:
                 # Read the records that the child processes have added.
                 self.runs.records.read()

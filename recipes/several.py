@@ -19,7 +19,7 @@ from absl import flags
 from recipes import common, program
 from rmt_tpu.config import RunConfig, TrainConfig
 from rmt_tpu.config.checks import ranges
-from rmt_tpu.errors import UsageError, shown
+from rmt_tpu.errors import RmtError, UsageError, one_line, shown
 from rmt_tpu.storage import Folder
 from rmt_tpu.training import signals
 
@@ -151,11 +151,19 @@ def train_all(trials: list[Trial], train: Callable, first: int = 1, total: int |
     return None
 
 
-def train_in_processes(trials: list[Trial], jobs: int) -> int | None:
+def train_in_processes(
+    trials: list[Trial], jobs: int, settled: Callable[[Trial], bool]
+) -> int | None:
     """Train each trial in its own process, `jobs` at a time. They share the cores equally.
 
     Each process runs this program with --only=<label> and --jobs=1. Its stderr is forwarded
     immediately.
+
+    Args:
+      trials: the trials, in the order in which they start.
+      jobs: the number of processes that run at a time.
+      settled: returns whether a trial is complete or has diverged. A process that somebody stopped
+        with a signal ends with 0, like one whose run is complete.
 
     Returns:
       None, or the program's exit code if a run failed or a signal was received. In that case, the
@@ -179,7 +187,7 @@ def train_in_processes(trials: list[Trial], jobs: int) -> int | None:
                 number, trial = queue.pop(0)
                 part = next(i for i in range(jobs) if i not in running)
                 print(f"run {number} of {len(trials)}: {trial.label}", file=sys.stderr, flush=True)
-                running[part] = _Child(trial, parts[part])
+                running[part] = _Child(trial, parts[part], settled)
             if stopped or failed:
                 queue.clear()
                 for child in running.values():
@@ -205,10 +213,11 @@ class _Child:
     Args:
       trial: the trial.
       cores: the numbers of the CPU cores on which the process runs; [] means any.
+      settled: see `train_in_processes`.
     """
 
-    def __init__(self, trial: Trial, cores: list[int]):
-        self._label, self._terms_sent = trial.label, 0
+    def __init__(self, trial: Trial, cores: list[int], settled: Callable[[Trial], bool]):
+        self._trial, self._settled, self._terms_sent = trial, settled, 0
         name = Path(sys.argv[0]).stem.removeprefix("rmt-").replace("-", "_")
         command = [sys.executable, "-m", f"recipes.{name}", *sys.argv[1:], "--jobs=1"]
         self._process = subprocess.Popen(
@@ -233,14 +242,27 @@ class _Child:
     def wait(self, seconds: float) -> int:
         """Wait for the end of the process, and return its exit code as a shell does.
 
-        If the process failed and was not asked to stop, a line on stderr says so.
+        If the process was not asked to stop, and failed or ended before its run was settled, a line
+        on stderr says so. In the second case the code is 1.
 
         Raises:
           TimeoutExpired: the process is still running after this number of seconds.
         """
         code = self._process.wait(timeout=seconds)
-        if code and not self._terms_sent:
+        how = None
+        if code:
             name = next((s.name for s in signal.Signals if s == -code), f"signal {-code}")
             how = f"failed with exit code {code}" if code > 0 else f"was killed by {name}"
-            print(f"error: run {self._label} {how}", file=sys.stderr, flush=True)
+        elif not self._terms_sent and (how := self._unsettled()):
+            code = 1
+        if how and not self._terms_sent:
+            print(f"error: run {self._trial.label} {how}", file=sys.stderr, flush=True)
         return code if code >= 0 else 128 - code
+
+    def _unsettled(self) -> str | None:
+        """Say that the run is not settled or cannot be read; return None if it is settled."""
+        try:
+            settled = self._settled(self._trial)
+        except RmtError as error:  # The other runs must be saved.
+            return f"cannot be read: {one_line(error)}"
+        return None if settled else "was stopped by a signal before its last step"

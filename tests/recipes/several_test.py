@@ -9,6 +9,7 @@ import pytest
 
 from recipes import several
 from rmt_tpu.config.presets import run as preset_run
+from rmt_tpu.errors import RunError
 from rmt_tpu.storage import open_folder
 
 
@@ -40,13 +41,13 @@ class Child:
 def train(monkeypatch, tmp_path):
     """Train as many runs as there are children, all at the same time."""
 
-    def run(*children: Child) -> int | None:
+    def run(*children: Child, settled: Callable[[several.Trial], bool] = bool) -> int | None:
         monkeypatch.delattr(os, "sched_getaffinity", raising=False)
         waiting = list(children)
         monkeypatch.setattr(subprocess, "Popen", lambda *args, **options: waiting.pop(0))
         config, folder = preset_run("rmt-tiny"), open_folder(tmp_path)
         trials = [several.Trial(f"arm/seed-{n}", folder, config) for n in range(len(children))]
-        return several.train_in_processes(trials, jobs=len(children))
+        return several.train_in_processes(trials, len(children), settled)
 
     return run
 
@@ -82,6 +83,27 @@ def test_a_signal_saves_all_and_a_second_ctrl_c_kills(train, numbers, told, exit
     children = Child(act=send(*numbers)), Child()
     assert train(*children) == exit_code
     assert [child.told for child in children] == [[signal.SIGTERM] * told] * 2
+
+
+def unreadable(trial: several.Trial) -> bool:
+    raise RunError("no answer")
+
+
+@pytest.mark.parametrize(
+    "settled, line",
+    [
+        (lambda trial: False, "was stopped by a signal before its last step"),
+        (unreadable, "cannot be read: no answer"),
+    ],
+)
+def test_a_run_that_somebody_else_stopped_is_not_done(train, capsys, settled, line):
+    """Its process ends with 0 then, because it has saved a checkpoint. The others are saved."""
+    other = Child()
+    assert train(Child(0), other, settled=settled) == 1
+    assert other.told == [signal.SIGTERM]
+    said = capsys.readouterr()
+    assert said.err.splitlines()[2:] == [f"error: run arm/seed-0 {line}"]
+    assert said.out.startswith("stopped; to resume:")
 
 
 def test_nothing_is_told_to_runs_that_end_well(train):
