@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
-from jaxtyping import Array
+from jaxtyping import Array, DTypeLike
 
 from pallas_kernels import triton
 from pallas_kernels.arguments import StackSlice
@@ -210,6 +211,18 @@ def gpu_call(
         interpret=interpret,
     )(*inputs.values())
     return dict(zip(outputs, out, strict=True))
+
+
+def library_precision(dtype: DTypeLike) -> AbstractContextManager:
+    """Return a context in which a kernel of JAX's library multiplies as `products.dot` does.
+
+    Such a kernel sets no precision, so it would use `jax_default_matmul_precision`. Mosaic has no
+    precision "high", and none but the default for bfloat16.
+
+    Args:
+      dtype: the dtype of the factors. Float32 factors are multiplied at full precision.
+    """
+    return jax.default_matmul_precision("default" if dtype == jnp.bfloat16 else "highest")
 
 
 def _in_stacks(inputs: Blocked, prefetch: Mapping[str, Any]):

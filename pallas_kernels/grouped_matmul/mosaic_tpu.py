@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax.experimental.pallas.ops.tpu.megablox.gmm import gmm, tgmm
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.call import LANES
+from pallas_kernels.call import LANES, library_precision
 from pallas_kernels.platform import checks_varying
 
 # Maximum number of rows per tile, and maximum number of bytes in a row or a column of a matrix
@@ -40,7 +40,8 @@ def product(
     columns = matrices.shape[1 if transposed else 2]
     options = {"transpose_rhs": transposed, "interpret": interpret}
     tiling = tile, *_of_matrix(rows.dtype, rows.shape[1], columns)
-    products = gmm(_padded(rows, tile), matrices, sizes, rows.dtype, tiling, **options)
+    with library_precision(rows.dtype):
+        products = gmm(_padded(rows, tile), matrices, sizes, rows.dtype, tiling, **options)
     return products[: len(rows)]
 
 
@@ -57,7 +58,8 @@ def of_matrices(
     # The kernel requires transposed rows.
     turned = _padded(rows, tile).swapaxes(0, 1)
     d_products = _padded(d_products, tile)
-    return tgmm(turned, d_products, sizes, rows.dtype, tiling, interpret=interpret)
+    with library_precision(rows.dtype):
+        return tgmm(turned, d_products, sizes, rows.dtype, tiling, interpret=interpret)
 
 
 def _tile_rows(rows: int, groups: int) -> int:

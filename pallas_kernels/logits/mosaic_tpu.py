@@ -20,6 +20,7 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels.call import LANES, round_up, tpu_call
 from pallas_kernels.logits.interface import Logits
+from pallas_kernels.products import dot
 from pallas_kernels.target import target
 
 # `_COLUMNS`: maximum number of columns per block. The other constants are VMEM budgets, as
@@ -119,9 +120,7 @@ def _kernel(inputs, outputs, _, *, multiplier, vocab, rows):
     def add(part: jax.Array, _: None):
         """Compute logits for one part of the block's tokens, and update the running values."""
         at = pl.ds(pl.multiple_of(part * rows, rows), rows)
-        values = multiplier * jnp.dot(
-            inputs["x"][at, :], inputs["kernel"][...], preferred_element_type=jnp.float32
-        )
+        values = multiplier * dot(inputs["x"][at, :], inputs["kernel"][...])
         outputs["values"][at, :] = values
         pieces = [values[:, start : start + LANES] for start in starts]
         if vocab % columns:  # Columns past the end of the vocabulary are undefined; mask them.

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax.experimental.pallas.ops.tpu.megablox.gmm import tgmm
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.call import LANES
+from pallas_kernels.call import LANES, library_precision
 from pallas_kernels.platform import checks_varying
 from pallas_kernels.target import target
 
@@ -65,7 +65,8 @@ def sums(
     padded = lambda x: jnp.pad(x, ((0, -count % _TILE), (0, 0)))
     tiling = _TILE, LANES, _columns(width, rows.dtype)
     lhs, rhs = padded(one_hot).T, padded(rows[by_token])
-    products = tgmm(lhs, rhs, sizes, rows.dtype, tiling, interpret=interpret)
+    with library_precision(rows.dtype):
+        products = tgmm(lhs, rhs, sizes, rows.dtype, tiling, interpret=interpret)
     return products.reshape(-1, width)[:tokens]
 
 

@@ -137,6 +137,24 @@ def test_kernels_over_two_more_axes_compile_for_a_tpu(op):
     assert text.count("tpu_custom_call") >= call.kernels
 
 
+# Kernels of JAX's library, or products that are not those of `pallas_kernels.products`.
+OF_LIBRARIES = ("grouped_matmul", "logits_with_sums", "sums_of_rows")
+OTHERS = sorted(op for op in CALLS if CALLS[op].kernels and op not in OF_LIBRARIES)
+
+
+@pytest.mark.parametrize("op", [*OF_LIBRARIES, *later(*OTHERS)])
+def test_a_precision_that_is_set_does_not_reach_kernels_in_bfloat16(op):
+    """Mosaic would refuse "high"."""
+    call = CALLS[op]
+    wide = {"log_sums", "numbers"}  # sums over keys and statistics, which are float32 always
+    narrow = lambda name, x: x if name in wide or x.dtype != np.float32 else x.astype(jnp.bfloat16)
+    given = {name: narrow(name, x) for name, x in call.given.items()}
+    with jax.default_matmul_precision("high"):
+        traced = jax.jit(lambda given: call.run("pallas", given)).trace(given)
+        text = traced.lower(lowering_platforms=("tpu",)).as_text()
+    assert text.count("tpu_custom_call") >= call.kernels
+
+
 def exported(op, *sizes):
     """An op whose data's first sizes are these, which may be known only where it is called."""
     call = CALLS[op]
