@@ -189,14 +189,16 @@ class Implementations:
     Attributes:
       portable: the implementation in plain JAX, which works on every platform.
       kernels: maps names to kernel implementations, at most one per platform. Each has a function
-        `unsupported(op, *args)`. It returns None if the kernel supports the call, or else a
-        one-line reason. A kernel for a platform that is not in `by_default` also has a function
-        `wins(op, *args)`. It returns whether a table or an estimate says that the kernel is faster
-        than `portable`.
+        `unsupported(op, *args, **options)`. It returns None if the kernel supports the call, or
+        else a one-line reason. A kernel for a platform that is not in `by_default` also has a
+        function `wins(op, *args)`. It returns whether a table or an estimate says that the kernel
+        is faster than `portable`.
       by_default: the platforms whose kernels are known to be faster and are used by default.
       name: the name of the group, which is an argument of `taking_plain`.
       on_request: maps names to further kernel implementations. They are used only if they are
         requested by name. Each has a function `unsupported`, like those in `kernels`.
+      deciding: the names of the options that `unsupported` receives, because they decide whether a
+        kernel supports a call. An option that a call does not have is left out.
     """
 
     portable: Any
@@ -204,6 +206,7 @@ class Implementations:
     by_default: tuple[Platform, ...]
     name: str = ""
     on_request: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    deciding: tuple[str, ...] = ()
 
     @property
     def names(self) -> dict[str, tuple[Platform, ...]]:
@@ -232,7 +235,7 @@ class Implementations:
             implementation = "xla"
         elif implementation is None and _preferred.value in self.on_request:
             kernel = self.on_request[_preferred.value]
-            refused = _symbolic(args) or kernel.unsupported(op, *args)
+            refused = _symbolic(args) or kernel.unsupported(op, *args, **self._deciding(options))
             group = self if refused else self._with(_preferred.value)
             return group.run("pallas", op, *args, **options)
         elif implementation is None and _preferred.value in self.names:
@@ -257,7 +260,7 @@ class Implementations:
         portable = run(self.portable)
         if not platforms or any(0 in jnp.shape(leaf) for leaf in jax.tree.leaves(args)):
             return portable(*args)
-        on, refused = self._on, self._refused(platforms, op, args)
+        on, refused = self._on, self._refused(platforms, op, args, options)
         self._collect(op, [p for p in platforms if refused[p] is None], args, options)
         args = jax.tree.map(functools.partial(_not_differentiated, op), args)
         kernel = lambda platform: _traced(run(on[platform]))
@@ -292,20 +295,24 @@ class Implementations:
         """
         platforms = self._default_platforms(op, args)
         names = {_PLATFORMS[name]: name for name in self.kernels}
-        refused = self._refused(names, op, args)
+        refused = self._refused(names, op, args, {})
         return {
             p: (name if p in platforms and refused[p] is None else "xla", refused[p])
             for p, name in names.items()
         }
 
     def _refused(
-        self, platforms: Iterable[Platform], op: str, args: tuple
+        self, platforms: Iterable[Platform], op: str, args: tuple, options: Mapping[str, Any]
     ) -> dict[Platform, str | None]:
         """Return for each platform the reason why its kernel does not support a call, or None."""
-        on, unknown = self._on, {"tpu": target().unknown}
+        on, unknown, options = self._on, {"tpu": target().unknown}, self._deciding(options)
         return {
-            p: _symbolic(args) or unknown.get(p) or on[p].unsupported(op, *args) for p in platforms
+            p: _symbolic(args) or unknown.get(p) or on[p].unsupported(op, *args, **options)
+            for p in platforms
         }
+
+    def _deciding(self, options: Mapping[str, Any]) -> dict[str, Any]:
+        return {name: options[name] for name in self.deciding if name in options}
 
     def _collect(self, op: str, platforms: list[Platform], args: tuple, options: Mapping) -> None:
         lists = getattr(_collectors, "lists", ())

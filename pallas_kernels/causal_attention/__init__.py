@@ -435,6 +435,7 @@ _IMPLEMENTATIONS = Implementations(
     {"mosaic_tpu": mosaic_tpu, "cudnn": cudnn},
     ("tpu", "cuda"),
     name="causal_attention",
+    deciding=("kv_heads",),
 )
 
 

@@ -95,7 +95,10 @@ def refused(
 
 
 def unsupported(
-    op: str, operands: AttentionOperands | PartOperands, *results: ResultsAndCotangent
+    op: str,
+    operands: AttentionOperands | PartOperands,
+    *results: ResultsAndCotangent,
+    kv_heads: int | None = None,
 ) -> str | None:
     """Return a one-line reason if cuDNN does not support these operands, else None."""
     qkv, keys = operands[0], operands[0]

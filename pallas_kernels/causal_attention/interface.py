@@ -9,7 +9,8 @@ value heads. `rows` is the preferred memory order, for implementations with kern
         -> cotangents of qkv and kv
     part_forward(PartOperands) -> (out [B, Q, H, Dv], log_sums [B, Q, H])
     part_backward(PartOperands, ResultsAndCotangent) -> cotangents of q and kv, at least float32
-    unsupported(op, *operands) -> a one-line reason if they are not supported, or None
+    unsupported(op, *operands, kv_heads=None) -> a one-line reason if they are not supported, or
+        None; part_forward and part_backward have no `kv_heads`
 
 Outputs are in the dtype of the queries. `log_sums` contains each softmax's log-sum-exp, at least
 float32. If `to` is not None, the output is written into that slice of a stack, and the stack is

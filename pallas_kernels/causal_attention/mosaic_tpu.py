@@ -36,9 +36,16 @@ _WHOLE = 1024
 
 
 def unsupported(
-    op: str, operands: AttentionOperands | PartOperands, *results: ResultsAndCotangent
+    op: str,
+    operands: AttentionOperands | PartOperands,
+    *results: ResultsAndCotangent,
+    kv_heads: int | None = None,
 ) -> str | None:
-    """Return a one-line reason if the kernels do not support these operands, else None."""
+    """Return a one-line reason if the kernels do not support these operands, else None.
+
+    `kv_heads` is the number of key heads, if one array contains queries, keys and values. None
+    means as many as there are query heads.
+    """
     if isinstance(operands, PartOperands):
         queries, keys = operands.q.shape[1], operands.keys_and_values[0].shape[1]
         if queries % LANES or keys % LANES:
@@ -49,7 +56,7 @@ def unsupported(
     for size in (x.shape[3] for x in jax.tree.leaves((qkv, operands.kv))):
         if size % 8:
             return f"heads of size {size} (legal: multiples of 8)"
-    heads, kv_heads = _heads(operands, *results)
+    heads, kv_heads = _heads(operands, kv_heads)
     key = _key(operands, (heads, kv_heads), "head_major")
     sizes = {name: key[name] for name in ("rows", "heads", "kv_heads", "size", "value_size")}
     blocks = block_sizes.default_blocks(
@@ -64,24 +71,19 @@ def unsupported(
     return None
 
 
-def _heads(
-    operands: AttentionOperands | PartOperands, *results: ResultsAndCotangent
-) -> tuple[int, int]:
+def _heads(operands: AttentionOperands | PartOperands, kv_heads: int | None) -> tuple[int, int]:
     """Return the numbers of query heads and of key heads.
 
-    If one array contains queries, keys and values, its shape does not state both numbers. The
-    number of query heads is then taken from the log-sum-exps in `results`. Without `results`, both
-    numbers are assumed to be equal.
+    If one array contains queries, keys and values, its shape does not state both numbers, and
+    `kv_heads` is needed: see `unsupported`.
     """
     if isinstance(operands, PartOperands):
         return operands.q.shape[2], operands.keys_and_values[0].shape[2]
     rows = operands.qkv.shape[2]
     if operands.kv is not None:
         return rows, operands.kv[0].shape[2]
-    if results:
-        heads = results[0].log_sums.shape[2]
-        return heads, (rows - heads) // 2
-    return rows // 3, rows // 3
+    kv_heads = rows // 3 if kv_heads is None else kv_heads
+    return rows - 2 * kv_heads, kv_heads
 
 
 def attention_forward(

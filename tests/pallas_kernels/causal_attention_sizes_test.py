@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from pallas_kernels import UnsupportedImplementation, causal_attention
 from pallas_kernels.causal_attention import block_sizes, mosaic_tpu
 from pallas_kernels.causal_attention.interface import AttentionOperands, ResultsAndCotangent
 from pallas_kernels.causal_attention.mosaic_tpu_masks import Mask
@@ -41,12 +42,29 @@ def test_what_no_block_fits_is_refused_in_a_line():
         out = array(1, 2048, heads, size)
         attended = ResultsAndCotangent(out, array(1, 2048, heads), out)
         with lowering_for(kind):
-            return mosaic_tpu.unsupported("attention_backward", given, attended)
+            return mosaic_tpu.unsupported("attention_backward", given, attended, kv_heads=1)
 
     assert refused(16, 256) is None
     why = "128 query heads of size 256 per key head: a block does not fit in VMEM"
     assert refused(128, 256) == why
     assert refused(64, 128, "TPU v4") is not None and refused(64, 128) is None
+
+
+@pytest.mark.parametrize("apart", [False, True])
+def test_what_no_block_fits_backward_is_refused_forward(apart):
+    """Also if one array has queries, keys and values, and so does not say how many are which."""
+    keys = [jax.ShapeDtypeStruct((1, 2048, 1, 256), jnp.bfloat16)] * 2
+
+    def attend(heads):
+        q = jax.ShapeDtypeStruct((1, 2048, heads + (not apart) * 2, 256), jnp.bfloat16)
+        options = {"scale": 0.1, "kv_heads": 1, "implementation": "mosaic_tpu"}
+        op = lambda q, kv: causal_attention(q, kv=tuple(kv) if apart else None, **options)
+        return jax.eval_shape(op, q, keys)
+
+    with lowering_for("TPU v4"):
+        assert attend(16).shape == (1, 2048, 16, 256)
+        with pytest.raises(UnsupportedImplementation, match="48 query heads of size 256 per key"):
+            attend(48)
 
 
 @pytest.mark.parametrize("size", [128, 256, 512, 1024])
