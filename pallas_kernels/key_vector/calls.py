@@ -30,6 +30,7 @@ IMPLEMENTATIONS = Implementations(
     ("tpu",),
     name="key_vector",
     on_request={"mosaic_gpu": mosaic_gpu},
+    deciding=("dtype",),
 )
 
 

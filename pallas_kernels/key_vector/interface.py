@@ -7,8 +7,9 @@ implementation and define the derivatives.
     forward(SiteOperands, Statistics | None = None, empty=False, *, norm, epsilon, dtype,
             scale=True, fraction_bits, in_place) -> SiteResults
     backward(SiteBackward, *, norm, rebuild, fraction_bits) -> Gradients
-    unsupported(op, *operands) -> a one-line reason why the implementation does not support these
-            operands, or None; it is called before the other functions
+    unsupported(op, *operands, dtype=None) -> a one-line reason why the implementation does not
+            support these operands, or None; it is called before the other functions, and has the
+            `dtype` of a `forward` that has one
 
 Symbols are as in `store_norm_retrieve`: X and X' are the residual before and after the store, w and
 r the store keys and read keys, y the data, z the retrieved vectors, and dX is the cotangent of X.

@@ -68,8 +68,13 @@ class Blocks(NamedTuple):
     stages: int
 
 
-def unsupported(op: str, operands: SiteOperands | SiteBackward, *others) -> str | None:
-    """Return a one-line reason why the kernels do not support these operands, or None."""
+def unsupported(
+    op: str, operands: SiteOperands | SiteBackward, *others, dtype: DTypeLike | None = None
+) -> str | None:
+    """Return a one-line reason why the kernels do not support these operands, or None.
+
+    `dtype` is the dtype of the vectors that a site without a store retrieves; None means bfloat16.
+    """
     whole = isinstance(operands, SiteBackward)
     site = operands.site if whole else operands
     if why := no_mosaic_gpu("9.0", "10.0"):
@@ -84,6 +89,8 @@ def unsupported(op: str, operands: SiteOperands | SiteBackward, *others) -> str 
     for array in arrays:
         if array.dtype != jnp.bfloat16:
             return f"the data are {array.dtype}, not bfloat16"
+    if dtype is not None and dtype != jnp.bfloat16:
+        return f"retrieved vectors of {jnp.dtype(dtype)}, not bfloat16"
     if 0 in residual.shape:
         return f"the residual of shape {residual.shape} is empty"
     K, V = residual.shape[2:]

@@ -63,8 +63,17 @@ from pallas_kernels.key_vector.mosaic_tpu_keys import (
 from pallas_kernels.platform import UnsupportedImplementation
 
 
-def unsupported(op: str, operands: SiteOperands | SiteBackward, *others: Any) -> str | None:
-    """Return a one-line reason why the kernels do not support these operands, or None."""
+def unsupported(
+    op: str,
+    operands: SiteOperands | SiteBackward,
+    *others: Any,
+    dtype: DTypeLike | None = None,
+) -> str | None:
+    """Return a one-line reason why the kernels do not support these operands, or None.
+
+    `dtype` is the dtype of the vectors that a site without a store retrieves. None means bfloat16
+    if the residual is bfloat16, and else float32.
+    """
     site, *others = operands if isinstance(operands, SiteBackward) else (operands, *others)
     # The backward pass of a store alone is not passed the residual. Its cotangent, which has the
     # same shape, is checked instead.
@@ -75,13 +84,15 @@ def unsupported(op: str, operands: SiteOperands | SiteBackward, *others: Any) ->
         return f"a residual of {residual.dtype} (legal: bfloat16, float32 or int16)"
     if any(a.dtype not in (jnp.bfloat16, jnp.float32) for a in arrays if a.ndim):
         return "arrays that are neither bfloat16 nor float32"
+    if dtype is not None and jnp.dtype(dtype).itemsize > 4:
+        return f"retrieved vectors of {jnp.dtype(dtype)} (legal: floats of 16 or 32 bits)"
     if N < LANES:
         return f"a sequence of {N} tokens (legal: at least {LANES})"
     if K > 4096:
         return f"keys of {K} entries (legal: at most 4096)"
-    dtype = jnp.bfloat16 if residual.dtype == jnp.bfloat16 else jnp.float32
     if op == "backward" and site.reads:
         dtype = operands.d_retrieved.dtype
+    dtype = _compute_dtype(residual.dtype if dtype is None else dtype)
     sizes = _sizes_of(site, residual, dtype, operands.again if op == "backward" else None)
     needed = ("forward",)
     # A backward pass that processes V in slabs also runs a forward read, whose blocks must fit too.
@@ -115,8 +126,7 @@ def forward(
     `E T V (K + P)`. With `in_place`, the kernel overwrites the residual, which costs a copy if the
     caller still uses the old residual.
     """
-    compute = jnp.bfloat16 if dtype == jnp.bfloat16 else jnp.float32
-    sizes = _sizes_of(site, site.residual, compute)
+    sizes = _sizes_of(site, site.residual, _compute_dtype(dtype))
     blocks = _blocks(block_sizes, "forward", sizes, site.residual, interpret)
     call = KeyVectorKernelCall(sizes, blocks, norm, epsilon, interpret, scale, fraction_bits)
     out = _forward(call, site, statistics, empty, in_place=in_place)
@@ -158,6 +168,11 @@ def backward(
     elif site.reads and call.slabs > 1:
         operands = operands._replace(means=_means(call, operands))
     return _backward(call, rebuild, operands)
+
+
+def _compute_dtype(dtype: DTypeLike | None) -> DTypeLike:
+    """Return the dtype in which the kernels read vectors that the caller wants in `dtype`."""
+    return jnp.bfloat16 if dtype == jnp.bfloat16 else jnp.float32
 
 
 def _sizes_of(site: SiteOperands, residual, dtype, again: Reread | None = None) -> Sizes:

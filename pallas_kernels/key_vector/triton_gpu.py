@@ -78,8 +78,14 @@ class Blocks(NamedTuple):
     programs: int
 
 
-def unsupported(op: str, operands: SiteOperands | SiteBackward, *others) -> str | None:
-    """Return a one-line reason why the kernels do not support these operands, or None."""
+def unsupported(
+    op: str, operands: SiteOperands | SiteBackward, *others, dtype: DTypeLike | None = None
+) -> str | None:
+    """Return a one-line reason why the kernels do not support these operands, or None.
+
+    `dtype` is the dtype of the vectors that a site without a store retrieves; None means a legal
+    one.
+    """
     site, *others = operands if isinstance(operands, SiteBackward) else (operands, *others)
     if why := no_triton():
         return why
@@ -97,6 +103,8 @@ def unsupported(op: str, operands: SiteOperands | SiteBackward, *others) -> str 
     for array in data:
         if array.dtype not in _DATA:
             return f"the data are {array.dtype}, not bfloat16 or float32"
+    if dtype is not None and dtype not in _DATA:
+        return f"retrieved vectors of {jnp.dtype(dtype)}, not bfloat16 or float32"
     if 0 in residual.shape:
         return f"the residual of shape {residual.shape} is empty"
     V = residual.shape[3]

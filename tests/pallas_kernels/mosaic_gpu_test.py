@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from jax.experimental import pallas as pl
 
-from pallas_kernels import store_norm_retrieve
+from pallas_kernels import norm_retrieve, store_norm_retrieve
 from pallas_kernels.key_vector import calls, mosaic_gpu, xla
 from pallas_kernels.key_vector.interface import (
     Means,
@@ -244,7 +244,10 @@ def test_is_preferred_where_it_supports_a_call():
         assert lowered(None, OTHER) == (False, True)
         assert lowered("xla", PADDED) == (False, False)
         stored, _ = jax.jit(store_norm_retrieve)(*arguments(PADDED))  # on this CPU
+        X, _, _, gain, r = shapes(PADDED)
+        read = jax.eval_shape(functools.partial(norm_retrieve, dtype="float32"), X, gain, r)
     assert stored.shape == (2, 2, 24, 32)
+    assert read.dtype == jnp.float32  # which it does not support
 
 
 def test_the_default_names_no_kernel_on_request():

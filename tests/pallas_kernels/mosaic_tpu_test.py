@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from jax.sharding import SingleDeviceSharding
 
+from pallas_kernels import UnsupportedImplementation, norm_retrieve
 from pallas_kernels.key_vector import mosaic_tpu, mosaic_tpu_kernels
 from pallas_kernels.key_vector.block_sizes import BlockSizes, Sizes, choose_block_sizes
 from pallas_kernels.key_vector.interface import SiteBackward, SiteOperands, Statistics
@@ -297,6 +298,25 @@ def test_unsupported_names_the_reason():
     assert "100 tokens" in reason(tokens=100)
     assert "VMEM" in reason(KeyVector(4096, 4096, 512, 512), 512)
     assert "5000 entries" in reason(SMALL._replace(K=5000))
+
+
+def test_the_dtype_of_what_is_read_decides_whether_it_fits():
+    """What does not fit is read by plain JAX, unless the kernels are asked for by name."""
+    X, _, _, *of_read = KeyVector(64, 64, 0, 192).site((1, 256))
+
+    def read(dtype, implementation=None):
+        op = functools.partial(norm_retrieve, dtype=dtype, implementation=implementation)
+        return jax.eval_shape(op, X, *of_read).dtype
+
+    with lowering_for("TPU v4"):
+        assert read("bfloat16", "mosaic_tpu") == jnp.bfloat16
+        assert read("float32") == jnp.float32
+        with pytest.raises(UnsupportedImplementation, match="does not support .* P=192: a tile"):
+            read("float32", "mosaic_tpu")
+    with jax.enable_x64(True):
+        assert read("float64") == jnp.float64
+        with pytest.raises(UnsupportedImplementation, match="retrieved vectors of float64 .legal"):
+            read("float64", "mosaic_tpu")
 
 
 @pytest.mark.parametrize("K, V", [(64, 64), (256, 64), (64, 128), (32, 32), (64, 256), (8, 64)])

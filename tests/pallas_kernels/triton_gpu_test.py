@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from pallas_kernels import norm_retrieve
 from pallas_kernels.key_vector import triton_gpu
 from pallas_kernels.key_vector.interface import SiteBackward, SiteOperands, Statistics
 from pallas_kernels.key_vector.triton_gpu import Blocks
@@ -106,6 +107,9 @@ def test_what_is_unsupported_is_said():
     read = functools.partial(triton_gpu.forward, dtype=jnp.int16)
     with pytest.raises(UnsupportedImplementation, match="dtype"):
         jax.eval_shape(read, SiteOperands(X, gain=gain, read_keys=r))
+    op = functools.partial(norm_retrieve, dtype="float16", implementation="triton")
+    with pytest.raises(UnsupportedImplementation, match="not support this call: .* of float16"):
+        jax.eval_shape(op, X, gain, r)
 
 
 # Compilation -----------------------------------------------------------------------------------
