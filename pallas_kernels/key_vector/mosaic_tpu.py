@@ -36,7 +36,7 @@ from jaxtyping import Array, Bool, DTypeLike
 from pallas_kernels import operand
 from pallas_kernels.arguments import Norm, StackSlice, read_slices
 from pallas_kernels.call import LANES, tpu_call
-from pallas_kernels.key_vector import mosaic_tpu_kernels
+from pallas_kernels.key_vector import mosaic_tpu_kernels, xla
 from pallas_kernels.key_vector.block_sizes import (
     BlockSizes,
     Sizes,
@@ -93,11 +93,17 @@ def unsupported(
     if op == "backward" and site.reads:
         dtype = operands.d_retrieved.dtype
     dtype = _compute_dtype(residual.dtype if dtype is None else dtype)
-    sizes = _sizes_of(site, residual, dtype, operands.again if op == "backward" else None)
+    # `backward` does without the kernel for the operands `again` if they do not fit.
+    sizes = _sizes_of(site, residual, dtype)
+    whole = site.stores and site.reads
     needed = ("forward",)
     # A backward pass that processes V in slabs also runs a forward read, whose blocks must fit too.
     if op == "backward":
-        needed = (*needed * site.reads, "rebuild" if site.stores and site.reads else "backward")
+        needed = (*needed * site.reads, "rebuild" if whole else "backward")
+    elif whole and residual.dtype == jnp.int16:
+        # Undoing a write is exact only if it multiplies as the write did. The kernels therefore
+        # serve both or neither.
+        needed = ("forward", "rebuild")
     if any(default_block_sizes(each, sizes, N) is None for each in needed):
         return (
             f"K={K}, V={sizes.V}, R={sizes.R}, P={sizes.P}: a tile of tokens does not fit in VMEM"
@@ -160,6 +166,11 @@ def backward(
     dtype = site.data.dtype if site.stores else operands.d_retrieved.dtype
     sizes = _sizes_of(site, site.residual, dtype, operands.again)
     op = "rebuild" if rebuild else "backward"
+    again, N = operands.again, site.residual.shape[1]
+    # If the vectors that `again` reads do not fit in VMEM too, plain JAX reads them afterwards.
+    apart = again is not None and not (block_sizes or choose_block_sizes(op, sizes, N))
+    if apart:
+        operands, sizes = operands._replace(again=None), dataclasses.replace(sizes, A=0)
     blocks = _blocks(block_sizes, op, sizes, site.residual, interpret)
     call = KeyVectorKernelCall(sizes, blocks, norm, 0.0, interpret, fraction_bits=fraction_bits)
     operands = operands._replace(site=site)
@@ -167,7 +178,12 @@ def backward(
         call = dataclasses.replace(call, blocks=dataclasses.replace(call.blocks, keep=False))
     elif site.reads and call.slabs > 1:
         operands = operands._replace(means=_means(call, operands))
-    return _backward(call, rebuild, operands)
+    g = _backward(call, rebuild, operands)
+    if not apart:
+        return g
+    read = SiteOperands(g.rebuilt, gain=again.gain, read_keys=again.read_keys)
+    options = {"norm": norm, "dtype": jnp.dtype(sizes.data_dtype), "fraction_bits": fraction_bits}
+    return g._replace(retrieved=xla.forward(read, again.statistics, **options).retrieved)
 
 
 def _compute_dtype(dtype: DTypeLike | None) -> DTypeLike:

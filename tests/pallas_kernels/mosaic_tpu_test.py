@@ -1,5 +1,6 @@
 """The key-vector kernels for TPU: interpreted on a CPU against float64 NumPy, and compiled."""
 
+import dataclasses
 import functools
 import re
 import types
@@ -11,12 +12,12 @@ import pytest
 from jax.sharding import SingleDeviceSharding
 
 from pallas_kernels import UnsupportedImplementation, norm_retrieve
-from pallas_kernels.key_vector import mosaic_tpu, mosaic_tpu_kernels
+from pallas_kernels.key_vector import block_sizes, mosaic_tpu, mosaic_tpu_kernels, xla
 from pallas_kernels.key_vector.block_sizes import BlockSizes, Sizes, choose_block_sizes
-from pallas_kernels.key_vector.interface import SiteBackward, SiteOperands, Statistics
+from pallas_kernels.key_vector.interface import Reread, SiteBackward, SiteOperands, Statistics
 from pallas_kernels.key_vector.mosaic_tpu_call import Walk
 from pallas_kernels.shapes import RMT_305M, RMT_LARGE, TOKENS, KeyVector
-from pallas_kernels.target import lowering_for
+from pallas_kernels.target import Target, lowering_for
 from tests.closeness import assert_close, float64
 from tests.pallas_kernels.key_vector_battery import (
     EPSILON,
@@ -317,6 +318,41 @@ def test_the_dtype_of_what_is_read_decides_whether_it_fits():
         assert read("float64") == jnp.float64
         with pytest.raises(UnsupportedImplementation, match="retrieved vectors of float64 .legal"):
             read("float64", "mosaic_tpu")
+
+
+@pytest.mark.parametrize("data, K", [("bfloat16", 2560), ("bfloat16", 3072), ("float32", 2560)])
+def test_a_write_to_int16_has_the_kernel_that_undoes_it(data, K):
+    """Products of plain JAX are added up in another order, and would not undo it exactly."""
+    size = RMT_305M._replace(K=K)
+    given = size.backward((1, 256), data, "int16")
+    with lowering_for("TPU v4"):
+        forward = mosaic_tpu.unsupported("forward", given.site)
+        assert forward == mosaic_tpu.unsupported("backward", given)
+        again = given._replace(again=size.reread((1, 256)))
+        assert forward == mosaic_tpu.unsupported("backward", again)
+        assert (forward is None) == (K == 2560)
+        # A write that nothing undoes needs less.
+        assert mosaic_tpu.unsupported("forward", size.site((1, 256), data, "bfloat16")) is None
+
+
+@SHARED
+def test_what_does_not_fit_beside_a_backward_pass_is_read_afterwards(monkeypatch):
+    case, kernels = IN_SLABS._replace(residual="float32", blocks=None), TestKernels()
+    draw = np.random.default_rng(0).normal
+    site, cotangents = arguments(case), cotangents_of(case)
+    stored, retrieved, statistics = kernels.forward(case, site)
+    site = site._replace(residual=stored)
+    keys = np.float32(draw(size=(case.K, case.V))), np.float32(draw(size=(40, case.K)))
+    again = Reread(*keys, statistics)
+    given = SiteBackward(site, statistics, *cotangents, None, again, retrieved)
+    options = {"norm": case.norm, "rebuild": True}
+    sizes = Sizes(case.K, case.V, case.R, case.P, case.residual, case.data)
+    least = block_sizes.vmem_bytes("rebuild", sizes, BlockSizes(128, slab=1))
+    monkeypatch.setattr(Target, "vmem_part", lambda *_: least)
+    assert choose_block_sizes("rebuild", dataclasses.replace(sizes, A=40), case.N) is None
+    got = jax.jit(lambda x: mosaic_tpu.backward(x, **options, interpret=True).retrieved)(given)
+    want = jax.jit(lambda x: xla.backward(x, **options).retrieved)(given)
+    assert_close(got, want, 1e-5)
 
 
 @pytest.mark.parametrize("K, V", [(64, 64), (256, 64), (64, 128), (32, 32), (64, 256), (8, 64)])
