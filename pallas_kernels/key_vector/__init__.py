@@ -239,13 +239,13 @@ def norm_retrieve(
     """Compute only the read of a site: `r_p . (gain * norm(X))` (equations 22, 25, 27).
 
     X is the residual and r the read keys, as in `store_norm_retrieve`. The result has the dtype
-    `dtype`, or that of the residual if `dtype` is None.
+    `dtype`, or that of the residual if `dtype` is None. An int16 residual needs a `dtype`.
     """
     site = SiteOperands(residual, gain=gain, read_keys=read_keys)
     call = calls.check(
         KeyVectorCall(norm, epsilon, implementation, None, key_axis, fraction_bits), site
     )
-    call = call._replace(dtype=jnp.dtype(dtype or residual.dtype))
+    call = call._replace(dtype=calls.check_dtype(dtype or residual.dtype))
     retrieved = _norm_retrieve(call, site._replace(residual=_flat(residual)))[0]
     if call.key_axis is not None:
         return retrieved

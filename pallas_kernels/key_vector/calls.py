@@ -9,6 +9,7 @@ that `forward` returns for `backward`, is None.
 from typing import NamedTuple
 
 import jax.numpy as jnp
+from jaxtyping import DTypeLike
 
 from pallas_kernels.arguments import (
     Norm,
@@ -78,6 +79,18 @@ def check(call: KeyVectorCall, site: SiteOperands, *, reads: bool = True) -> Key
     if store_keys is not None or not reads:
         _check_store(residual, store_keys, data, call.key_axis)
     return call
+
+
+def check_dtype(dtype: DTypeLike) -> jnp.dtype:
+    """Return the dtype of retrieved vectors as a `jnp.dtype`.
+
+    Raises:
+      ValueError: the dtype is not a float dtype.
+    """
+    dtype = jnp.dtype(dtype)
+    if not jnp.issubdtype(dtype, jnp.floating):
+        raise ValueError(f"dtype={dtype} of retrieved vectors is not legal; legal: a float dtype")
+    return dtype
 
 
 def _check_axis(residual, key_axis) -> str | None:

@@ -118,7 +118,7 @@ def norm_retrieve_again(
     Returns:
       The retrieved vectors.
     """
-    site, dtype = SiteOperands(residual, gain=gain, read_keys=read_keys), jnp.dtype(dtype)
+    site, dtype = SiteOperands(residual, gain=gain, read_keys=read_keys), calls.check_dtype(dtype)
     call = calls.check(
         KeyVectorCall(norm, epsilon, implementation, dtype, key_axis, fraction_bits), site
     )

@@ -58,6 +58,15 @@ def test_an_int16_residual_is_legal_and_int16_data_are_not(unannotated):
         pallas_kernels.store_norm_retrieve(**site(data=jnp.zeros((B, N, R, V), jnp.int16)))
 
 
+def test_what_is_read_of_an_int16_residual_needs_a_dtype_of_floats():
+    op, (_, _, _, gain, r) = pallas_kernels.norm_retrieve, site().values()
+    fixed = jnp.zeros((B, N, K, V), jnp.int16)
+    assert jax.eval_shape(lambda x: op(x, gain, r, dtype="bfloat16"), fixed).dtype == jnp.bfloat16
+    for options in ({}, {"dtype": jnp.int16}):
+        with pytest.raises(ValueError, match="dtype=int16 of retrieved vectors is not legal; leg"):
+            op(fixed, gain, r, **options)
+
+
 @pytest.mark.parametrize(
     "changes, message",
     [
