@@ -17,7 +17,6 @@ TypeError.
 """
 
 import functools
-import math
 from typing import Literal, NamedTuple
 
 import jax
@@ -25,9 +24,16 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int
 
-from pallas_kernels.arguments import StackSlice, check_array, check_tokens, read_slices, write_slice
+from pallas_kernels.arguments import StackSlice, read_slices, write_slice
 from pallas_kernels.call import LANES, round_up
 from pallas_kernels.causal_attention import cudnn, divided, mosaic_tpu, neighbours, plain
+from pallas_kernels.causal_attention.checks import (
+    check_cache,
+    check_cap,
+    check_operands,
+    check_part,
+    check_window,
+)
 from pallas_kernels.causal_attention.divided import merged
 from pallas_kernels.causal_attention.interface import (
     AttentionOperands,
@@ -78,11 +84,12 @@ def causal_attention(
         all heads, then the keys, then the values.
       scale: the factor by which `q_i . k_j` is multiplied; it gets no gradient.
       slopes: the slopes of ALiBi, one per head; they get no gradient.
-      segment_ids: the segment of each token; None means that each batch row is one segment.
+      segment_ids: the segment of each token, in any integer dtype; converted to int32. None
+        means that each batch row is one segment.
       kv_heads: G, the number of key heads and of value heads. Each of them is shared by H / G
         consecutive query heads. None means G = H.
-      kv: keys [B, N, G, D] and values [B, N, G, Dv], if they are separate arrays. Then qkv contains
-        only the queries, and kv_heads is not needed.
+      kv: keys [B, N, G, D] and values [B, N, G, Dv] in qkv's dtype, if they are separate arrays.
+        Then qkv contains only the queries, and kv_heads is not needed.
       rows: the preferred memory order for the kernels. "size_major" is [B, D, P, N], the order in
         which the key-vector kernels write. "head_major" is [B, P, D, N], the order in which a
         projection writes.
@@ -99,17 +106,16 @@ def causal_attention(
     Raises:
       UnsupportedImplementation: a named implementation does not support this call.
       ValueError: qkv does not have `H + 2 G` floating-point vectors per token; kv has a different
-        number of tokens, or a number of heads that does not divide H; slopes do not have shape [H];
-        segment_ids do not cover all tokens; the window is not at least 1; the cap is not above 0;
-        or a device has an odd number of tokens of a sharded sequence.
+        number of tokens, another dtype, or a number of heads that does not divide H; slopes do not
+        have shape [H]; segment_ids are not integers, or do not cover all tokens; the window is not
+        an integer of at least 1; the cap is not above 0; or a device has an odd number of tokens of
+        a sharded sequence.
       TypeError: the op is differentiated in forward mode, or differentiated twice when a kernel may
         compute it.
     """
-    kv_heads = _check(qkv, slopes, segment_ids, kv_heads, over, kv)
-    shown = _window(window, qkv, over)
-    of_logits = {"window": shown, "cap": _cap(cap)}
-    operands = AttentionOperands(qkv, jnp.asarray(scale), slopes, segment_ids, kv, **of_logits)
-    return _attention(_AttentionCall(rows, implementation, kv_heads, over), operands)
+    call = _AttentionCall(rows, implementation, kv_heads, over)
+    arrays = qkv, scale, slopes, segment_ids, kv
+    return _attention(*_checked(call, AttentionOperands(*arrays, window=window, cap=cap)))
 
 
 def attention_forward(
@@ -132,11 +138,9 @@ def attention_forward(
     If `to` is not None, the output is written into that slice of a stacked array, and the stack is
     returned in place of the output.
     """
-    kv_heads = _check(qkv, slopes, segment_ids, kv_heads, over, kv)
-    shown = _window(window, qkv, over)
-    arrays = qkv, jnp.asarray(scale), slopes, segment_ids, kv, to
-    operands = AttentionOperands(*arrays, shown, _cap(cap))
-    return _forward(_AttentionCall(rows, implementation, kv_heads, over), operands)
+    call = _AttentionCall(rows, implementation, kv_heads, over)
+    arrays = qkv, scale, slopes, segment_ids, kv, to
+    return _forward(*_checked(call, AttentionOperands(*arrays, window, cap)))
 
 
 def attention_backward(
@@ -159,12 +163,10 @@ def attention_backward(
 
     The results are `out` and `log_sums`. `d_out` is the cotangent of `out`.
     """
-    kv_heads = _check(qkv, slopes, segment_ids, kv_heads, over)
-    shown = _window(window, qkv, over)
-    of_logits = {"window": shown, "cap": _cap(cap)}
-    operands = AttentionOperands(qkv, jnp.asarray(scale), slopes, segment_ids, **of_logits)
-    results = ResultsAndCotangent(out, log_sums, d_out)
-    return _backward(_AttentionCall(rows, implementation, kv_heads, over), operands, results)[0]
+    call = _AttentionCall(rows, implementation, kv_heads, over)
+    arrays = qkv, scale, slopes, segment_ids
+    call, operands = _checked(call, AttentionOperands(*arrays, window=window, cap=cap))
+    return _backward(call, operands, ResultsAndCotangent(out, log_sums, d_out))[0]
 
 
 def attention_after(
@@ -194,13 +196,13 @@ def attention_after(
       One data vector per new token and head, in qkv's dtype.
 
     Raises:
-      UnsupportedImplementation, ValueError: as in `causal_attention`.
+      UnsupportedImplementation: a named implementation does not support this call.
+      ValueError: as in `causal_attention`, or `before` or `filled` does not fit qkv.
     """
-    kv_heads = _check(qkv, slopes, None, kv_heads, None)
-    check_tokens(before=before.shape[1])
-    if window is not None:
-        _check_window(window)
-    call = _AttentionCall(rows, implementation, kv_heads, None, _cap(cap))
+    kv_heads = check_operands(qkv, slopes, None, kv_heads, None)
+    check_cache(qkv, kv_heads, before, filled)
+    check_window(window)
+    call = _AttentionCall(rows, implementation, kv_heads, None, check_cap(cap))
     shown = None if window is None else Window(window)
     return _after(call, shown, qkv, before, filled, jnp.asarray(scale), slopes)
 
@@ -278,22 +280,18 @@ def attention_to(
       One data vector per query and head, and each softmax's log-sum-exp.
 
     Raises:
-      UnsupportedImplementation, ValueError: as in `causal_attention`.
+      UnsupportedImplementation: a named implementation does not support this call.
+      ValueError: shapes or dtypes do not fit, or the cap is not above 0.
     """
-    check_tokens(q=q.shape[1], seen=seen.shape[1])
-    arrays, each = (before, 1) if isinstance(before, tuple) else ((before,), 2)
-    kv_heads = arrays[0].shape[2] // each
-    if q.shape[2] % kv_heads or any(x.shape[2] != each * kv_heads for x in arrays):
-        shapes = " and ".join(str(x.shape) for x in arrays)
-        raise ValueError(
-            f"shapes do not fit: q [B, N, H, D] has shape {q.shape}, and before has {shapes}; "
-            "legal: a number of key heads that divides H"
-        )
+    check_part(q, before, seen)
+    kv_heads = before[0].shape[2] if isinstance(before, tuple) else before.shape[2] // 2
     segments = jnp.ones(q.shape[:2], jnp.int32), seen.astype(jnp.int32)
     call = _AttentionCall(rows, implementation, kv_heads, None)
     before = jax.tree.map(lambda x: x.astype(q.dtype), before)
     shift = jnp.int32(0)
-    operands = PartOperands(q, before, jnp.asarray(scale), shift, None, segments, None, _cap(cap))
+    operands = PartOperands(
+        q, before, jnp.asarray(scale), shift, None, segments, None, check_cap(cap)
+    )
     return _part_forward(call, operands)
 
 
@@ -314,98 +312,45 @@ _after = jax.custom_vjp(_attention_after, nondiff_argnums=(0, 1))
 _after.defvjp(_after_forward, _after_backward)
 
 
-def _window(window: int | None, qkv, over: str | None) -> Window | None:
-    """Return the window as a `Window`, or None if every token sees all earlier tokens.
-
-    Raises:
-      ValueError: the window is not at least 1.
-    """
-    if window is None:
-        return None
-    _check_window(window)
-    return _shown(window, qkv.shape[1] * (1 if over is None else jax.lax.axis_size(over)))
-
-
-def _check_window(window: int) -> None:
-    if window < 1:
-        raise ValueError(f"window={window} must be at least 1, or None")
-
-
-def _cap(cap: float | None) -> Cap | None:
-    """Return the soft cap as a `Cap`, or None if `cap` is None.
-
-    Raises:
-      ValueError: the cap is not a finite number above 0.
-    """
-    if cap is None:
-        return None
-    if not 0 < cap < math.inf:
-        raise ValueError(f"cap={cap} must be a finite number above 0, or None")
-    return Cap(cap)
-
-
 def _shown(window: int, length: int) -> Window | None:
     """Return the window as a `Window`, or None if it contains all `length` tokens."""
     return Window(window) if not isinstance(length, int) or window < length else None
 
 
-def _check(qkv, slopes, segment_ids, kv_heads: int | None, over: str | None, kv=None) -> int:
-    """Check the arguments, and return the number of key heads."""
-    check_array("qkv", qkv, "B N P D")
-    check_tokens(qkv=qkv.shape[1])
-    if over is not None and qkv.shape[1] % 2:
-        raise ValueError(
-            f"a sequence divided over {over} has {qkv.shape[1]} tokens per device; legal: an even "
-            "number, because each device processes two parts of the sequence"
-        )
-    length = qkv.shape[1] * (1 if over is None else jax.lax.axis_size(over))
-    if segment_ids is not None and segment_ids.shape != (qkv.shape[0], length):
-        raise ValueError(
-            f"shapes do not fit: segment_ids has shape {segment_ids.shape}, but must have shape "
-            f"{(qkv.shape[0], length)}: batch rows, and tokens of the whole sequence"
-        )
-    if kv is not None:
-        return _check_separate(qkv, slopes, kv_heads, kv)
-    rows = qkv.shape[2]
-    if kv_heads is None:
-        heads = keys = rows // 3
-    else:
-        heads, keys = rows - 2 * kv_heads, kv_heads
-    fits = keys > 0 and heads > 0 and heads % keys == 0 and heads + 2 * keys == rows
-    if not fits or (slopes is not None and slopes.shape != (heads,)):
-        of_slopes = "" if slopes is None else f", and slopes [H] have shape {slopes.shape}"
-        wanted = "3 H" if kv_heads is None else f"H + 2 * {kv_heads}"
-        raise ValueError(
-            f"shapes do not fit: qkv [B, N, {wanted}, D] has shape {qkv.shape}{of_slopes}; legal: "
-            "a number H of query heads that is a multiple of the number of key heads"
-        )
-    return keys
-
-
-def _check_separate(q, slopes, kv_heads: int | None, kv: KeysAndValues) -> int:
-    k, v = kv
-    check_array("keys", k, "B N G D")
-    check_array("values", v, "B N G Dv")
-    heads, keys = q.shape[2], k.shape[2]
-    fits = k.shape == (*q.shape[:2], keys, q.shape[3]) and v.shape[:3] == k.shape[:3]
-    fits = fits and keys > 0 and heads % keys == 0 and kv_heads in (None, keys)
-    if not fits or (slopes is not None and slopes.shape != (heads,)):
-        of_slopes = "" if slopes is None else f", and slopes [H] have shape {slopes.shape}"
-        raise ValueError(
-            f"shapes do not fit: queries [B, N, H, D] have shape {q.shape}, keys [B, N, G, D] have "
-            f"shape {k.shape}, values [B, N, G, Dv] have shape {v.shape}{of_slopes}; "
-            "legal: the same B, N and D, and a number G of key heads that divides H"
-        )
-    return keys
-
-
 class _AttentionCall(NamedTuple):
     rows: Rows
     implementation: str | None
-    kv_heads: int
+    kv_heads: int | None  # None only before `_checked`.
     over: str | None
     # The soft cap for `attention_after`. For other ops, the operands contain it.
     cap: Cap | None = None
+
+
+def _checked(
+    call: _AttentionCall, operands: AttentionOperands
+) -> tuple[_AttentionCall, AttentionOperands]:
+    """Check the arguments of an op on whole sequences.
+
+    Args:
+      call: the static parameters, in which the number of key heads may be None.
+      operands: the operands as the caller passed them.
+
+    Returns:
+      The call with the number of key heads, and the operands in the form that `AttentionOperands`
+      describes.
+    """
+    qkv, scale, slopes, ids, kv, _, window, cap = operands
+    kv_heads = check_operands(qkv, slopes, ids, call.kv_heads, call.over, kv)
+    check_window(window)
+    if window is not None:
+        length = qkv.shape[1] * (1 if call.over is None else jax.lax.axis_size(call.over))
+        window = _shown(window, length)
+    return call._replace(kv_heads=kv_heads), operands._replace(
+        scale=jnp.asarray(scale),
+        segment_ids=None if ids is None else ids.astype(jnp.int32),
+        window=window,
+        cap=check_cap(cap),
+    )
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

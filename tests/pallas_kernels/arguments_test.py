@@ -8,6 +8,7 @@ import pytest
 import pallas_kernels
 from pallas_kernels import UnsupportedImplementation
 from pallas_kernels.causal_attention import reference
+from pallas_kernels.platform import collecting_calls
 from tests import cuda
 from tests.tiers import later
 
@@ -146,6 +147,75 @@ def test_causal_attention_names_what_does_not_fit(unannotated):
         UnsupportedImplementation, match="legal: xla, mosaic_tpu, cudnn, pallas, or "
     ):
         pallas_kernels.causal_attention(jnp.ones((1, 4, 6, 8)), scale=1.0, implementation="triton")
+
+
+QKV, KV = ones((2, 4, 6, 8)), ones((2, 4, 2, 8))
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"window": 2.5}, "window=2.5 must be an integer, at least 1, or None"),
+        ({"window": True}, "window=True must be an integer, at least 1, or None"),
+        ({"kv_heads": 2.0}, "kv_heads=2.0 must be an integer, or None"),
+        ({"segment_ids": ones((2, 4), bool)}, "segment_ids is bool; legal: an integer dtype"),
+        ({"segment_ids": ones((2, 4))}, "segment_ids is float32; legal: an integer dtype"),
+        ({"kv": (KV, ones(KV.shape, "float16"))}, "queries are float32, keys float32 and values f"),
+        ({"kv": (ones(KV.shape, "float16"),) * 2}, "keys float16 and values float16; legal: the s"),
+    ],
+)
+def test_attention_takes_no_number_for_another(changes, message, unannotated):
+    with pytest.raises(ValueError, match=message):
+        pallas_kernels.causal_attention(QKV, scale=1.0, **changes)
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        (
+            {"before": ones((2, 5, 2, 8))},
+            r"before \[B, K, 2 G, D\] has shape .*; legal: B=2, G=2 a",
+        ),
+        ({"before": ones((2, 5, 6, 8))}, r"has shape \(2, 5, 6, 8\); legal: B=2, G=2 and D=8, as"),
+        ({"before": ones((2, 5, 4, 7))}, "G=2 and D=8"),
+        ({"before": ones((2, 5, 4, 8), np.int32)}, "before .* floats, but is int32"),
+        ({"filled": ones(2)}, r"filled is float32\[2\]; legal: 2 integers, one per row"),
+        ({"filled": ones(3, np.int32)}, r"filled is int32\[3\]; legal: 2 integers"),
+        ({"window": 1.0}, "window=1.0 must be an integer"),
+    ],
+)
+def test_attention_after_a_cache_names_what_does_not_fit(changes, message, unannotated):
+    given = {"qkv": QKV, "before": ones((2, 5, 4, 8)), "filled": ones(2, np.int32)}
+    with pytest.raises(ValueError, match=message):
+        pallas_kernels.attention_after(**given | changes, scale=1.0)
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        (
+            {"before": ones((2, 5, 0, 8))},
+            r"before \[B, K, 2 G, D\] has \(2, 5, 0, 8\); legal: .* G",
+        ),
+        ({"before": ones((2, 5, 1, 8))}, r"has \(2, 5, 1, 8\); legal: the same B and D, and a num"),
+        ({"before": ones((2, 5, 2, 7))}, "legal: the same B and D"),
+        ({"before": (KV, KV[:, :3])}, r"has \(2, 4, 2, 8\) and \(2, 3, 2, 8\); legal"),
+        ({"seen": ones((2, 4), bool)}, r"seen is bool\[2, 4\]; legal: bool\[2, 5\], for every row"),
+        ({"seen": ones((2, 5), np.int32)}, r"seen is int32\[2, 5\]; legal: bool"),
+    ],
+)
+def test_attention_to_a_part_names_what_does_not_fit(changes, message, unannotated):
+    given = {"q": KV, "before": ones((2, 5, 4, 8)), "seen": ones((2, 5), bool)}
+    with pytest.raises(ValueError, match=message):
+        pallas_kernels.attention_to(**given | changes, scale=1.0)
+
+
+def test_segments_of_any_integers_are_int32_to_kernels():
+    """Mosaic compares no narrower ones."""
+    attend = lambda qkv, ids: pallas_kernels.causal_attention(qkv, scale=1.0, segment_ids=ids)
+    with collecting_calls() as calls:
+        jax.eval_shape(attend, ones((2, 128, 6, 8)), ones((2, 128), np.int8))
+    assert [call.args[0].segment_ids.dtype for call in calls] == [jnp.int32]
 
 
 def test_an_epsilon_of_0_beside_zeros_is_no_division_by_them():

@@ -221,7 +221,7 @@ def test_attention_of_gemma2_compiles_for_tpu(target, heads, kv_heads, size, tok
     assert compiled.memory_analysis().temp_size_in_bytes < 8 * np.prod(shape) * 2
 
 
-@pytest.mark.parametrize("cap", [0.0, -1.0, np.inf, np.nan])
-def test_caps_that_are_none_are_refused(cap):
+@pytest.mark.parametrize("cap", [0.0, -1.0, np.inf, np.nan, True, "50"])
+def test_caps_that_are_none_are_refused(cap, unannotated):
     with pytest.raises(ValueError, match="cap=.* must be a finite number above 0, or None"):
         causal_attention(jnp.zeros((1, 2, 3, 4)), scale=1.0, cap=cap)

@@ -332,9 +332,9 @@ def test_a_window_of_the_whole_sequence_is_none():
 
 def test_what_is_no_window_is_refused():
     qkv = jnp.ones((1, 4, 3, 8))
-    with pytest.raises(ValueError, match="window=0 must be at least 1, or None"):
+    with pytest.raises(ValueError, match="window=0 must be an integer, at least 1, or None"):
         causal_attention(qkv, scale=1.0, window=0)
-    with pytest.raises(ValueError, match="window=-1 must be at least 1, or None"):
+    with pytest.raises(ValueError, match="window=-1 must be an integer, at least 1, or None"):
         attention_after(qkv, jnp.ones((1, 4, 2, 8)), jnp.zeros(1, int), scale=1.0, window=-1)
 
 
