@@ -100,7 +100,12 @@ def attention_forward(
     function chooses the kernel and its block sizes.
     """
     if blocks is None and _fits_whole(operands, kv_heads, rows):
-        return mosaic_tpu_whole.attention_forward(operands, rows=rows, interpret=interpret)
+        # This kernel writes only to a stack of its own dtype.
+        to = operands.to
+        direct = to is None or to.dtype == operands.qkv.dtype
+        operands = operands if direct else operands._replace(to=None)
+        out, log_sums = mosaic_tpu_whole.attention_forward(operands, rows=rows, interpret=interpret)
+        return (out if direct else write_slice(out, to)), log_sums
     padded = _PaddedOperands("attention_blocks_forward", operands, kv_heads, rows, blocks)
     out, log_sums = by_blocks.attention_forward(
         padded.operands, blocks=padded.blocks, interpret=interpret
@@ -124,6 +129,9 @@ def attention_backward(
     """
     results = results._replace(d_out=results.d_out.astype(operands.qkv.dtype))
     if blocks is None and _fits_whole(operands, kv_heads, rows):
+        if results.out.dtype != operands.qkv.dtype:
+            out = read_slices(results.out).astype(operands.qkv.dtype)
+            results = results._replace(out=out)
         return mosaic_tpu_whole.attention_backward(
             operands, results, rows=rows, interpret=interpret
         ), None
@@ -132,7 +140,8 @@ def attention_backward(
     log_sums, d_out = padded.sums_last(results.log_sums), padded.tokens_last(results.d_out)
     options = {"blocks": padded.blocks, "interpret": interpret}
     if padded.rows == "size_major":
-        of_queries = log_sums, padded.tokens_last(results.out), d_out
+        out = padded.tokens_last(results.out.astype(operands.qkv.dtype))
+        of_queries = log_sums, out, d_out
         d_qkv = by_blocks.attention_backward_of_rows(padded.operands, *of_queries, **options)
         return padded.tokens_first(d_qkv), None
     of_queries = log_sums, padded.sums_last(_delta(results)), d_out

@@ -41,6 +41,37 @@ def test_a_slot_holds_what_is_given_without_one(rows):
     np.testing.assert_array_equal(again, d_qkv)
 
 
+@pytest.mark.parametrize(
+    "rows, dtype",
+    [("head_major", "float32"), *later(("size_major", "float32"), ("size_major", "bfloat16"))],
+)
+def test_a_slot_may_have_a_dtype_of_its_own(rows, dtype):
+    """The kernel of whole sequences writes in the dtype of queries, and is given the same back."""
+    draw = lambda *size: jnp.asarray(np.random.default_rng(sum(size)).normal(size=size))
+    qkv, d_out = draw(1, N, 6, D), draw(1, N, 2, D)
+    other = jnp.bfloat16 if dtype == "float32" else jnp.float32
+    given = AttentionOperands(qkv.astype(other), 0.3)
+    slot = StackSlice(jnp.zeros((2, 1, N, 2, D), dtype), jnp.int32(1))
+
+    @jax.jit
+    def run(given, slot, d_out):
+        options = {"kv_heads": 2, "rows": rows, "interpret": True}
+        out, log_sums = mosaic_tpu.attention_forward(given, **options)
+        filled, _ = mosaic_tpu.attention_forward(given._replace(to=slot), **options)
+        # Both have what fits in either dtype.
+        out = out.astype(jnp.bfloat16).astype(other)
+        back = [
+            mosaic_tpu.attention_backward(given, ResultsAndCotangent(x, log_sums, d_out), **options)
+            for x in (out, slot._replace(stack=filled))
+        ]
+        return out, filled, *(d_qkv for d_qkv, _ in back)
+
+    out, filled, want, got = run(given, slot, d_out)
+    assert filled.dtype == dtype and got.dtype == other
+    np.testing.assert_array_equal(filled[1].astype(other), out)
+    np.testing.assert_array_equal(got, want)
+
+
 def _put(stack, out):
     stack = np.array(stack)
     stack[1] = out
