@@ -16,6 +16,10 @@ from pallas_kernels.target import target
 
 # VMEM for data that stays there during a whole kernel call, in units of 1/60 of the VMEM limit.
 _KEPT = 32
+# The maximum of `KernelWork.vmem_bytes` if gradients are wider than the operands, in the same
+# units. The estimate does not count what the compiler spills, so that kernels which fill VMEM have
+# no room for larger outputs.
+_WITH_WIDE = 56
 # Bytes of SMEM for the tables of block pairs. Every chip has 1 MiB of SMEM.
 TABLES = 15 * 2**16
 # Number of tables of block pairs for size-major arrays. A table has one int32 per pair.
@@ -63,6 +67,8 @@ class KernelWork(NamedTuple):
     dtype: jnp.dtype
     blocks: Blocks
     capped: bool = False  # Whether logits have a soft cap.
+    # Whether the gradients of queries, and those of keys and values, are written in float32.
+    wide: tuple[bool, bool] = (False, False)
 
     @property
     def each(self) -> int:
@@ -77,6 +83,11 @@ class KernelWork(NamedTuple):
             return own
         fills_tiles = lambda n: n == self.kv_heads or (alike and n % _TILE == 0)
         return min(n for n in divisors(self.kv_heads) if n % own == 0 and fills_tiles(n))
+
+    @property
+    def gradients(self) -> tuple[jnp.dtype, jnp.dtype]:
+        """The dtypes of the gradients of queries, and of those of keys and values."""
+        return tuple(jnp.dtype(jnp.float32 if wide else self.dtype) for wide in self.wide)
 
     @property
     def parts(self) -> int:
@@ -102,7 +113,7 @@ class KernelWork(NamedTuple):
         per_block = self._bytes(self.step * self.each, 4)
         budget = target().vmem_part(_KEPT)
         if self.rows == "head_major":
-            budget = min(budget, target().vmem_limit - self._moved)
+            budget = min(budget, self._limit - self._moved)
         return self.blocks.queries * max(1, budget // per_block)
 
     def slots(self, queries: int, *, by_keys: bool) -> int:
@@ -151,7 +162,14 @@ class KernelWork(NamedTuple):
 
         The memory order is "head_major".
         """
-        return self.vmem_bytes(self.blocks.queries) <= target().vmem_limit
+        return self.vmem_bytes(self.blocks.queries) <= self._limit
+
+    @property
+    def _limit(self) -> int:
+        """The maximum of `vmem_bytes` for head-major arrays."""
+        limit = target().vmem_limit
+        wider = any(dtype != jnp.dtype(self.dtype) for dtype in self.gradients)
+        return limit // 60 * _WITH_WIDE if wider else limit
 
     @property
     def _sums(self) -> int:
@@ -166,8 +184,10 @@ class KernelWork(NamedTuple):
         """The number of VMEM bytes for double-buffered head-major blocks and for `_sums`."""
         queries, keys, _ = self.blocks
         both, item = self.size + self.value_size, jnp.dtype(self.dtype).itemsize
-        moved = self.step * self.each * queries * (both + self.size) + 2 * self.step * keys * both
-        return self._sums + 2 * item * moved
+        of_queries, of_keys = self.step * self.each * queries, self.step * keys * both
+        of_d_q, of_d_kv = (dtype.itemsize for dtype in self.gradients)
+        moved = of_queries * (item * both + of_d_q * self.size) + of_keys * (item + of_d_kv)
+        return self._sums + 2 * moved
 
     def _bytes(self, heads: int, item: int) -> int:
         return heads * self.size * self.blocks.queries * item
@@ -185,6 +205,7 @@ def default_blocks(
     dtype: str,
     window: int | None = None,
     capped: bool = False,
+    wide: tuple[bool, bool] = (False, False),
     **others,
 ) -> Blocks:
     """Return the block sizes that a fixed rule chooses for the target device.
@@ -196,7 +217,7 @@ def default_blocks(
 
     def work(blocks: Blocks) -> KernelWork:
         sizes = heads, kv_heads, size, value_size
-        return KernelWork(rows, *sizes, jnp.dtype(dtype), blocks, capped)
+        return KernelWork(rows, *sizes, jnp.dtype(dtype), blocks, capped, wide)
 
     def has_room(blocks: Blocks) -> bool:
         return rows == "size_major" or work(blocks).fits

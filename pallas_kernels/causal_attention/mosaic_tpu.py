@@ -58,12 +58,10 @@ def unsupported(
             return f"heads of size {size} (legal: multiples of 8)"
     heads, kv_heads = _heads(operands, kv_heads)
     key = _key(operands, (heads, kv_heads), "head_major")
-    sizes = {name: key[name] for name in ("rows", "heads", "kv_heads", "size", "value_size")}
     blocks = block_sizes.default_blocks(
         "attention_blocks_backward", qkv.shape[1], **key, **_of_logits(operands)
     )
-    capped = operands.cap is not None
-    if not KernelWork(**sizes, dtype=qkv.dtype, blocks=blocks, capped=capped).fits:
+    if not _fits(operands, key, blocks):
         each = heads // kv_heads
         return (
             f"{each} query heads of size {key['size']} per key head: a block does not fit in VMEM"
@@ -165,13 +163,13 @@ def part_backward(
     operands: PartOperands, results: ResultsAndCotangent, *, interpret: bool = False
 ) -> tuple[Float[Array, "B Q H D"], Float[Array, "B K P D"] | KeysAndValues]:
     """Return the cotangents of `part_forward`'s q and kv, as `interface.py` specifies."""
-    of_part, blocks = _part("attention_blocks_backward", operands)
+    # The caller adds up the gradients of several parts, which must not be rounded before.
+    of_part, blocks = _part("attention_blocks_backward", operands, with_gradients=True)
     results = results._replace(d_out=results.d_out.astype(operands.q.dtype))
     sums = (x.swapaxes(1, 2)[:, :, None] for x in (results.log_sums, _delta(results)))
     d_out = tokens_last(results.d_out, "head_major")
     options = {"blocks": blocks, "interpret": interpret}
     d_q, d_k, d_v = by_blocks.attention_backward(of_part, *sums, d_out, **options)
-    # Return float32, because the caller adds up the gradients of several parts.
     gradients = (tokens_first(x.astype(jnp.float32), "head_major") for x in (d_q, d_k, d_v))
     d_q, *d_kv = gradients
     return d_q, operands.like_kv(*d_kv)
@@ -182,11 +180,16 @@ def _delta(results: ResultsAndCotangent) -> Float[Array, "B Q H"]:
     return jnp.sum(out * d_out, axis=-1)
 
 
-def _part(kernel: str, operands: PartOperands) -> tuple[by_blocks.BlockOperands, Blocks]:
+def _part(
+    kernel: str, operands: PartOperands, *, with_gradients: bool = False
+) -> tuple[by_blocks.BlockOperands, Blocks]:
     """Return the operands for the blockwise kernels, and block sizes that divide the lengths."""
     k, v = operands.keys_and_values
     heads, kv_heads = operands.q.shape[2], k.shape[2]
-    blocks = _blocks(kernel, operands, _key(operands, (heads, kv_heads), "head_major"))
+    key, wide = _key(operands, (heads, kv_heads), "head_major"), (False, False)
+    blocks = _blocks(kernel, operands, key)
+    if with_gradients:
+        blocks, wide = _with_wide_gradients(operands, key, blocks)
     tokens = math.gcd(blocks.queries, blocks.keys, operands.q.shape[1], k.shape[1])
     if isinstance(operands.kv, tuple):
         kv = (by_blocks.HeadRows(tokens_last(x, "head_major")) for x in operands.kv)
@@ -204,6 +207,7 @@ def _part(kernel: str, operands: PartOperands) -> tuple[by_blocks.BlockOperands,
         shift=operands.shift,
         window=operands.window,
         cap=operands.cap,
+        wide=wide,
     )
     return of_part, blocks._replace(queries=tokens, keys=tokens)
 
@@ -236,6 +240,37 @@ def _blocks(kernel: str, operands: AttentionOperands | PartOperands, key: dict[s
     if operands.window is not None or operands.cap is not None:
         return default
     return tuned.look_up(KERNELS[kernel], key, tokens, default)
+
+
+def _with_wide_gradients(
+    operands: PartOperands, key: dict[str, Any], blocks: Blocks
+) -> tuple[Blocks, tuple[bool, bool]]:
+    """Return blocks for float32 gradients of a part, and which of the gradients are float32.
+
+    All gradients are float32 if there are blocks that then fit in VMEM, and otherwise none is.
+    `blocks` are those for gradients in the dtype of the queries. They are kept if they still fit.
+    """
+    kernel, tokens, wide = "attention_blocks_backward", operands.q.shape[1], (True, True)
+    if not _fits(operands, key, blocks, wide):
+        default = block_sizes.default_blocks(
+            kernel, tokens, **key, **_of_logits(operands), wide=wide
+        )
+        if not _fits(operands, key, default, wide):
+            return blocks, (False, False)
+        blocks = default
+    return blocks, wide
+
+
+def _fits(
+    operands: AttentionOperands | PartOperands,
+    key: dict[str, Any],
+    blocks: Blocks,
+    wide: tuple[bool, bool] = (False, False),
+) -> bool:
+    """Return whether the backward kernel fits in VMEM with these blocks of head-major arrays."""
+    sizes = (key[name] for name in ("heads", "kv_heads", "size", "value_size"))
+    capped = operands.cap is not None
+    return KernelWork("head_major", *sizes, operands[0].dtype, blocks, capped, wide).fits
 
 
 def _of_logits(operands: AttentionOperands | PartOperands) -> dict[str, Any]:

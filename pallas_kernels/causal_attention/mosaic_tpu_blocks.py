@@ -148,6 +148,8 @@ class BlockOperands(NamedTuple):
       window: query i sees key j only if `i - j < window`. The window may be negative; None means no
         limit.
       cap: the soft cap on `scale q.k`, or None.
+      wide: whether the cotangents of q, and those of k and v, are float32, because the caller adds
+        up several. Otherwise they have the dtype of q.
     """
 
     q: HeadRows
@@ -162,6 +164,7 @@ class BlockOperands(NamedTuple):
     rows: Rows = "head_major"
     window: int | None = None
     cap: Cap | None = None
+    wide: tuple[bool, bool] = (False, False)
 
 
 def attention_forward(
@@ -211,7 +214,7 @@ def attention_backward(
     blocks: Blocks,
     interpret: bool | pltpu.InterpretParams = False,
 ) -> tuple[Float[Array, "B H D Nq"], Float[Array, "B G D Nk"], Float[Array, "B G Dv Nk"]]:
-    """Return the cotangents of q, k and v.
+    """Return the cotangents of q, k and v, in the dtypes that `operands.wide` states.
 
     With logits s and weights p, the cotangent of the logits is `ds = p (d_out v - delta)`.
 
@@ -232,7 +235,8 @@ def attention_backward(
         sums.append([jnp.pad(x, [(0, 0)] * 3 + [missing]) for x in of_span[1:]])
     if len(d_q) == 1:
         return (*d_q, *sums[0])
-    add = lambda *parts: sum(x.astype(jnp.float32) for x in parts).astype(parts[0].dtype)
+    dtype = jnp.float32 if operands.wide[1] else operands.q.array.dtype
+    add = lambda *parts: sum(x.astype(jnp.float32) for x in parts).astype(dtype)
     return jnp.concatenate(d_q, axis=3), *jax.tree.map(add, *sums)
 
 
@@ -277,10 +281,11 @@ def _span_backward(operands: BlockOperands, log_sums, delta, d_out, blocks, inte
         "log_sums": (log_sums, _of_queries(call, 1)),
         "delta": (delta, _of_queries(call, 1)),
     }
+    d_q = _shape(B, call, call.size, call.work.gradients[0])
     outputs = {
-        "d_q": (_shape(B, call, call.size), _of_queries(call, call.size, "done")),
-        "d_k": (_shape_of_keys(B, call, call.size), _of_keys(call, call.size)),
-        "d_v": (_shape_of_keys(B, call, call.value_size), _of_keys(call, call.value_size)),
+        "d_q": (d_q, _of_queries(call, call.size, "done")),
+        "d_k": (_shape_of_d_keys(B, call, call.size), _of_keys(call, call.size)),
+        "d_v": (_shape_of_d_keys(B, call, call.value_size), _of_keys(call, call.value_size)),
     }
     out = _run(_backward_kernel, "attention_blocks_backward", call, inputs, outputs,
                _gradient_sums(call), 3 * call.size + 2 * call.value_size, interpret)  # fmt: skip
@@ -383,12 +388,12 @@ def _backward_kernel(call: _BlocksCall, ref):
 
     @pl.when(at.is_(pairs.LAST))
     def _():
-        ref["d_k"][0] = (ref["d_k_sum"][...] * scale).astype(call.dtype)
-        ref["d_v"][0] = ref["d_v_sum"][...].astype(call.dtype)
+        ref["d_k"][0] = (ref["d_k_sum"][...] * scale).astype(ref["d_k"].dtype)
+        ref["d_v"][0] = ref["d_v_sum"][...].astype(ref["d_v"].dtype)
 
     @pl.when(at.is_(pairs.DONE))
     def _():
-        ref["d_q"][0] = (ref["d_q_sum"][at.query_block] * scale).astype(call.dtype)
+        ref["d_q"][0] = (ref["d_q_sum"][at.query_block] * scale).astype(ref["d_q"].dtype)
 
 
 def _with_heads(call: _BlocksCall, ref, at: BlockPair):
@@ -481,8 +486,8 @@ def _call_of(operands: BlockOperands, blocks: Blocks, *, by_keys: bool) -> _Bloc
     if offset is not None:  # Keys after the last query are left out, because no query sees them.
         seen = round_up(offset + q.shape[3], blocks.keys)
         keys = min(keys, seen)
-    sizes = *operands.heads, q.shape[axis], v.shape[axis]
-    work = KernelWork(operands.rows, *sizes, q.dtype, blocks, operands.cap is not None)
+    sizes = *operands.heads, q.shape[axis], v.shape[axis], q.dtype
+    work = KernelWork(operands.rows, *sizes, blocks, operands.cap is not None, operands.wide)
     return _BlocksCall(
         work,
         queries=q.shape[3],
@@ -512,6 +517,10 @@ def _spans(
         if pairs.count(call) > most_pairs:
             size = blocks.queries * max(1, most_pairs // (call.keys // blocks.keys))
         size = min(size, call.work.span) if by_keys else size
+    wide = operands.wide
+    if size < length:  # Spans' gradients of keys are summed, in float32 if this shortens no span.
+        summed = call.work._replace(wide=(wide[0], True))
+        wide = summed.wide if summed.span >= size and summed.fits else wide
     later = lambda position, start: None if position is None else position + start
     for start in range(0, length, size):
         part = slice(start, min(start + size, length))
@@ -521,6 +530,7 @@ def _spans(
             offset=later(operands.offset, start),
             shift=later(operands.shift, start),
             window=later(operands.window, -start),
+            wide=wide,
         )
         yield part, own
 
@@ -599,8 +609,8 @@ def _shape(B: int, call: _BlocksCall, size: int, dtype=None) -> jax.ShapeDtypeSt
     return jax.ShapeDtypeStruct((B, call.heads, size, call.queries), dtype or call.dtype)
 
 
-def _shape_of_keys(B: int, call: _BlocksCall, size: int) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct((B, call.kv_heads, size, call.keys), call.dtype)
+def _shape_of_d_keys(B: int, call: _BlocksCall, size: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct((B, call.kv_heads, size, call.keys), call.work.gradients[1])
 
 
 def _inputs(call: _BlocksCall, operands: BlockOperands):

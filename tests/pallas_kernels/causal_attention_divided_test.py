@@ -11,7 +11,13 @@ from jax.sharding import Mesh, PartitionSpec
 
 from pallas_kernels import causal_attention
 from pallas_kernels.causal_attention import cudnn, mosaic_tpu, reference
-from pallas_kernels.causal_attention.interface import PartOperands, ResultsAndCotangent
+from pallas_kernels.causal_attention.block_sizes import Blocks
+from pallas_kernels.causal_attention.interface import (
+    AttentionOperands,
+    PartOperands,
+    ResultsAndCotangent,
+)
+from pallas_kernels.target import Target, lowering_for
 from tests.closeness import assert_close
 from tests.tiers import later
 
@@ -126,6 +132,56 @@ def test_kernels_of_a_part_equal_plain_attention(kernels, dtype, queries, keys, 
 
     got, wanted = (run(module, q, kv, d_out, shared) for module in (kernels, reference))
     assert_close(got, wanted, FLOAT32 if dtype == "float32" else BFLOAT16)
+
+
+def operands_in_bfloat16(queries, keys):
+    """Operands of attention from one part to another, and a cotangent, as if it saw all keys."""
+    array = lambda *shape: jnp.asarray(draw(sum(shape), *shape), jnp.bfloat16)
+    q, kv, d_out = (array(1, n, 2, SIZE) for n in (queries, keys, queries))
+    sums = jnp.full((1, queries, 2), np.log(keys), jnp.float32)
+    given = PartOperands(q, (kv, kv), np.float32(0.3), np.int32(0), None, None)
+    return given, ResultsAndCotangent(jnp.zeros_like(q), sums, d_out)
+
+
+def test_gradients_that_callers_add_up_are_not_rounded():
+    gradients = mosaic_tpu.part_backward(*operands_in_bfloat16(128, 128), interpret=True)
+    for x in jax.tree.leaves(gradients):
+        assert x.dtype == jnp.float32 and np.mean(x != x.astype(jnp.bfloat16)) > 0.9
+
+
+def test_sums_over_spans_of_queries_are_rounded_once(monkeypatch):
+    """As those of one span, which are added up in another order."""
+    given, results = operands_in_bfloat16(256, 256)
+    whole = AttentionOperands(given.q, given.scale, kv=given.kv)
+    blocks = Blocks(128, 128, 1)
+
+    def run():
+        options = {"kv_heads": 2, "rows": "head_major", "blocks": blocks, "interpret": True}
+        return mosaic_tpu.attention_backward(whole, results, **options)[1]
+
+    of_one = run()
+    monkeypatch.setattr(Target, "vmem_part", lambda *_: 1)
+    for one, two in zip(of_one, run(), strict=True):
+        assert one.dtype == two.dtype == jnp.bfloat16 and np.mean(one == two) > 0.99
+
+
+@pytest.mark.parametrize("each, of_q", [(16, "float32"), (24, "bfloat16")])
+def test_gradients_of_parts_are_wide_where_they_fit(each, of_q):
+    """A v4 has no room for the queries' if there are many per key."""
+    array = lambda heads: jax.ShapeDtypeStruct((1, 512, heads, 256), jnp.bfloat16)
+    given = PartOperands(array(each), (array(1),) * 2, 0.1, 0, None, None)
+    sums = jax.ShapeDtypeStruct((1, 512, each), jnp.float32)
+
+    def run(given, results):
+        assert mosaic_tpu.unsupported("part_backward", given, results) is None
+        return mosaic_tpu.part_backward(given, results)
+
+    with lowering_for("TPU v4"):
+        attended = ResultsAndCotangent(array(each), sums, array(each))
+        jaxpr = jax.make_jaxpr(run)(given, attended)
+    kernels = [x for x in jaxpr.eqns if x.primitive.name == "custom_vmap_call"]
+    found = {(x.aval.shape[1], x.aval.dtype.name) for kernel in kernels for x in kernel.outvars}
+    assert found == {(1, "float32"), (each, of_q)}
 
 
 @pytest.mark.compile

@@ -281,7 +281,7 @@ SOURCES = {
     ),
     ("tpu", "attention_blocks"): (
         3,
-        "11bb36656901bdcf",
+        "9057369ef537f5ce",
         "mosaic_tpu_blocks.py",
         "mosaic_tpu_masks.py",
         "mosaic_tpu_pairs.py",
