@@ -136,4 +136,5 @@ _IMPLEMENTATIONS = Implementations(
     ("tpu",),
     name="merge_read",
     on_request={"mosaic_gpu": MOSAIC_GPU},
+    deciding=("dtype",),
 )

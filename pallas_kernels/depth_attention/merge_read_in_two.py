@@ -63,7 +63,7 @@ class SeparateMergeRead:
         g = self._merges.merge_backward(operands.merge, cotangents, **of_merge)
         return g._replace(norm_gain=d_read.gain), d_read.read_keys
 
-    def unsupported(self, op: str, *operands: Any) -> str | None:
+    def unsupported(self, op: str, *operands: Any, **options: Any) -> str | None:
         """Return None, because every call is supported on every platform."""
         return None
 
@@ -75,12 +75,12 @@ class SeparateMergeRead:
 class SeparateKernels(SeparateMergeRead):
     """An implementation of `merge_read` by two kernels, which support only some calls."""
 
-    def unsupported(self, op: str, *operands: Any) -> str | None:
+    def unsupported(self, op: str, *operands: Any, **options: Any) -> str | None:
         """Return why one of the kernels does not support the call; None if both do."""
         merge, *parameters = operands[0]
         site = SiteOperands(merge.current, None, None, *parameters)
         return self._merges.unsupported("merge", merge) or self._key_vector.unsupported(
-            "forward", site
+            "forward", site, **options
         )
 
 

@@ -50,11 +50,18 @@ _BUDGET = 46
 _SEPARATE = SeparateMergeRead(matrices, key_vector)
 
 
-def unsupported(op: str, operands: MergeRead, *others: Any) -> str | None:
-    """Return a one-line reason why the kernels do not support these operands, or None."""
+def unsupported(
+    op: str, operands: MergeRead, *others: Any, dtype: DTypeLike | None = None
+) -> str | None:
+    """Return a one-line reason why the kernels do not support these operands, or None.
+
+    `dtype` is the dtype of the vectors that `merge_read` retrieves.
+    """
     site = SiteOperands(operands.merge.current, None, None, *operands[1:])
+    if op == "merge_read_backward":
+        dtype = others[1].z.dtype
     return matrices.unsupported("merge", operands.merge) or key_vector.unsupported(
-        "forward", site, *others
+        "forward", site, *others, dtype=dtype
     )
 
 

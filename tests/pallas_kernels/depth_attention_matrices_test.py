@@ -151,6 +151,22 @@ def test_merge_and_read_and_their_gradients(T, K, norm, dtype, chip):
     assert np.all(float64(got.mixed[::2]) == 7)
 
 
+def test_a_read_that_does_not_fit_in_its_dtype_is_plain_jax():
+    """On v4 the read of 192 vectors in float32 has no blocks; in bfloat16 it has."""
+    K, V, P = 64, 64, 192
+    array = lambda dtype, *shape: jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
+    rows = array("bfloat16", 1, 2, 256, K, V), array("float32", 2, 256)
+    of_site = array("bfloat16", 2, 256, K, V), array("float32", K, V)
+    keys = array("float32", K, V), array("float32", P, K)
+
+    def read(mixed, log_sums, *site):
+        return pallas_kernels.depth_attention_merge_read(mixed, log_sums, 0, *site, dtype="float32")
+
+    with lowering_for("TPU v4"):
+        *_, z = jax.eval_shape(read, *rows, *of_site, *keys)
+    assert (z.shape, z.dtype) == ((2, 256, P, V), jnp.float32)
+
+
 def test_ops_take_matrices_as_they_take_vectors():
     """In plain JAX: values and gradients of queries, sources, prior and running sum."""
     S, N, B, T, K, V = 2, 3, 2, 4, 3, 5
