@@ -71,12 +71,24 @@ def check_divides(
     )
 
 
-def check_keys(mesh: Mesh, has_keys: bool) -> None:
-    """Raise MeshError if the mesh has a `key` axis but the residual has no keys to shard."""
+def check_keys(mesh: Mesh, has_keys: bool, undivided: str | None = None) -> None:
+    """Raise MeshError if the mesh has a `key` axis, but D_k cannot be divided over it.
+
+    Args:
+      mesh: the mesh of devices.
+      has_keys: whether the residual has keys to shard.
+      undivided: the mixer's option that needs all of D_k on each device, with an example of a
+        legal value, like "num_heads=2; legal: num_heads=1"; None if there is none.
+    """
     if mesh.shape["key"] > 1 and not has_keys:
         raise MeshError(
             f"--mesh: key={mesh.shape['key']} divides D_k, which a vector store does not have; "
             "legal: key=1, or a model with a matrix store, such as the presets rmt-*"
+        )
+    if mesh.shape["key"] > 1 and undivided is not None:
+        raise MeshError(
+            f"--mesh: key={mesh.shape['key']} divides D_k, which model.mixer does not support with "
+            f"{undivided}, or key=1"
         )
 
 

@@ -165,6 +165,18 @@ class _DepthAttention(BankedSystem):
         return self.query in ("static", "none") and options == plain
 
     @property
+    def undivided(self) -> str | None:
+        """The option that a mesh cannot divide over D_k, with its legal value, or None.
+
+        A head is a part of the whole residual, and so is each column of a query's projection.
+        """
+        if self.query == "input":
+            return "query='input'; legal: query=static, scalars or none"
+        if self.num_heads > 1 and self.query != "scalars":
+            return f"num_heads={self.num_heads}; legal: num_heads=1"
+        return None
+
+    @property
     def decode_kernels(self) -> bool:
         """Whether kernels for decode steps can compute this mixer; always equal to `fused`."""
         return self.fused

@@ -38,6 +38,9 @@ class System(Checked):
       decode_kernels: whether the mixer has kernels for decode steps with a vector store.
       second_input: input width of the second sublayer in a layer, as a multiple of the model's
         width. If it is above 1, the hidden layer of that sublayer is normalised.
+      undivided: the option that needs a token's whole residual on one device, with its legal value,
+        like "num_heads=2; legal: num_heads=1". A mesh then cannot divide D_k. None if the mixer has
+        no such option.
     """
 
     note: ClassVar[str] = ""
@@ -48,6 +51,7 @@ class System(Checked):
     adds_up: ClassVar[bool] = True
     second_input: ClassVar[int] = 1
     decode_kernels: ClassVar[bool] = False
+    undivided: ClassVar[str | None] = None
 
     def check(self, model: Sizes) -> None:
         """Raise UsageError if the mixer's options do not fit the model's sizes or cores."""

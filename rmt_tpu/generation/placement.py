@@ -43,7 +43,7 @@ def _check(model: ModelConfig, mesh: jax.sharding.Mesh) -> None:
             f"--mesh: stage={mesh.shape['stage']} divides layers, which only training supports; "
             "legal: stage=1"
         )
-    sharding.check_keys(mesh, model.store.has_keys)
+    sharding.check_keys(mesh, model.store.has_keys, model.mixer.undivided)
     sharding.check_experts(mesh, bool(model.cores_of_kind("experts")))
     axes = [axis for axis in sharding.CACHE_RULES["tokens"] if mesh.shape[axis] > 1]
     devices = math.prod(mesh.shape[axis] for axis in axes)

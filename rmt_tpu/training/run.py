@@ -311,7 +311,7 @@ def check_sizes(config: RunConfig, mesh: jax.sharding.Mesh) -> None:
             what = f"parts per device, because {core.kind} has fewer heads than there are devices"
             seq_len = config.data.seq_len
             sharding.check_divides(mesh, "--seq_len", seq_len, "tokens", parts=2, what=what)
-    sharding.check_keys(mesh, model.store.has_keys)
+    sharding.check_keys(mesh, model.store.has_keys, model.mixer.undivided)
     sharding.check_experts(mesh, bool(model.cores_of_kind("experts")))
 
 

@@ -193,6 +193,19 @@ def test_meshes_that_cannot_be(store, core, spec, message):
         parameter_shardings(decoder, mesh_for(spec))
 
 
+@pytest.mark.parametrize(
+    "mixer, message",
+    [
+        (cfg.FullAttention(num_heads=2), "with num_heads=2; legal: num_heads=1, or key=1"),
+        (cfg.BlockAttention(query="input"), "with query='input'; legal: query=static, scalars"),
+    ],
+)
+def test_meshes_that_cannot_divide_a_mixer_over_keys(mixer, message):
+    decoder = models.abstract(generated.config("matrix", mixer, GROUPED))
+    with pytest.raises(sharding.MeshError, match=message):
+        parameter_shardings(decoder, mesh_for("key=2"))
+
+
 def test_slots_divide_over_the_devices_of_rows():
     decoder = made(generated.config("matrix", cfg.Sum(), GROUPED), "data=4,tensor=2")
     assert mesh_of(decoder).shape["data"] == 4 and mesh_of(made(decoder.config)) is None

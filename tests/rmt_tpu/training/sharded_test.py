@@ -52,6 +52,7 @@ MIXERS = models.MIXERS | {
         num_blocks=2, key_gain=False, normed_embedding=True, output_site="sum"
     ),
 }
+HEADS = {"heads": cfg.FullAttention(num_heads=2)}
 # One period of every core, on a standard residual.
 CORES = (
     cfg.Attention(8, 6, cfg.Rope(), False, num_kv_heads=4, query_key_norm=True, bias=True),
@@ -165,7 +166,7 @@ def run_config(store, name, mesh, seq_len=12):
         vocab_size=models.VOCAB + 1,
         store={"vector": cfg.VectorStore(dim=12), "matrix": cfg.MatrixStore(key_dim=6)}[store],
         feed_forward=cfg.FeedForward(hidden_dim=10),
-        mixer=MIXERS.get(name, cfg.Sum()),
+        mixer=(MIXERS | HEADS).get(name, cfg.Sum()),
         compute_dtype="float64",
         **remat,
     )
@@ -383,6 +384,8 @@ def test_accumulated_parts_are_added_before_devices_add_theirs():
         ("tensor=3", {}, "model.attention.num_heads=4 .* mesh axes tensor=3; .*: 3 or 6"),
         ("key=4", {}, "key=4 does not divide the parameter axis 'key' of size 6; legal: 1, 2"),
         ("key=2", {"store": "vector"}, "key=2 divides D_k, which a vector store does not have"),
+        ("key=2", {"name": "heads"}, "not support with num_heads=2; legal: num_heads=1, or key=1"),
+        ("key=2", {"name": "input query"}, "with query='input'; legal: query=static, scalars or"),
         (
             "expert=2",
             {},
