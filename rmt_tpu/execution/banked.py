@@ -153,10 +153,12 @@ def _next_writers(writers: nnx.Param | None, next_writer: nnx.Param | Array | No
     """Return, for each layer, the parameters that write its last output.
 
     The first site of the next layer writes this output. `writers` has the parameters of the first
-    sites of all layers, and `next_writer` those of the site after the last layer. If `writers` is
-    None, the stack has a single layer, whose first site writes without parameters.
+    sites of all layers, and `next_writer` those of the site after the last layer. A stack with a
+    single layer may begin with a site that writes another shape, or without parameters.
     """
     if next_writer is None:
         return None
-    later = [] if writers is None else [writers[...][1:]]
-    return jnp.concatenate([*later, next_writer[...][None]])
+    last = next_writer[...][None]
+    if writers is None or len(writers[...]) == 1:
+        return last
+    return jnp.concatenate([writers[...][1:], last])

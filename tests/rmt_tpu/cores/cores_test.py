@@ -56,6 +56,8 @@ BIASED = (
     cfg.Attention(2, 6, cfg.Rope(), False, num_kv_heads=1, output_bias=True, normed="both"),
     cfg.FeedForward(9, "geglu", bias=True, normed="both"),
 )
+# Stacks of a single layer, which begin and end with outputs of different shapes.
+EDGES = (cfg.Stack((SQUARED, GROUPED)), cfg.Stack((GATED, LATENT)))
 OVER_HEADS = {"query_key_norm": True, "query_key_norm_over": "heads"}
 AFTER = (
     cfg.Attention(4, 4, cfg.Rope(), False, num_kv_heads=2, normed="output", **OVER_HEADS),
@@ -149,6 +151,25 @@ def test_gated_latent_attention_and_situ_follow_their_equations(store, name):
     with jax.enable_x64(True):
         config = model(store, name, stacks=(cfg.Stack(K3, 2),))
         checks.assert_follows_equations(config, reference)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["sum", "full", "blocks of 3"])
+def test_stacks_that_begin_and_end_differently_follow_their_equations(name):
+    with jax.enable_x64(True):
+        config = model("vector", name, stacks=EDGES)
+        # The first site has one source, whatever its query.
+        checks.assert_follows_equations(config, reference, unused=("query", "key_gain"))
+
+
+@pytest.mark.parametrize("mixer", [cfg.Dense(), *later(cfg.FullAttention(), cfg.DeltaAttention())])
+def test_stacks_begin_and_end_with_outputs_of_different_shapes(mixer):
+    config = model("vector", "full", stacks=EDGES, mixer=mixer, compute_dtype="float32")
+    graphdef = models.graph(config)
+    loss = lambda params: nnx.merge(graphdef, params)(models.tokens()).sum()
+    params = nnx.to_pure_dict(nnx.state(models.abstract(config), nnx.Param))
+    shapes = lambda tree: jax.tree.map(jnp.shape, tree)
+    assert shapes(jax.eval_shape(jax.grad(loss), params)) == shapes(params)
 
 
 @pytest.mark.parametrize(
