@@ -24,7 +24,7 @@ class Embedding(nnx.Module):
         self.tokens = parameter(
             seed / "tokens",
             (config.vocab_size, config.width),
-            std=_unembedding_std(config) if config.tied_embeddings else config.init_std,
+            std=token_std(config),
             role="embedding",
             axes=("vocab", "embed"),
         )
@@ -120,6 +120,14 @@ class Unembedding(nnx.Module):
     def scaled(self, products: Float[Array, "*tokens vocab"]) -> Float[Array, "*tokens vocab"]:
         """Convert the products `W_U z` to logits: apply muP's factor and the soft cap."""
         return soft_capped(self.multiplier * products, self.cap)
+
+
+def token_std(config: cfg.ModelConfig) -> float:
+    """Return the initial standard deviation of token embeddings, before they are multiplied.
+
+    Tied embeddings are also the weights of the unembedding, and start like these.
+    """
+    return _unembedding_std(config) if config.tied_embeddings else config.init_std
 
 
 def _unembedding_std(config: cfg.ModelConfig) -> float:

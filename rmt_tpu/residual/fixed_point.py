@@ -6,8 +6,9 @@ expected size of the residual in a new model, and leaves room for growth. The si
 square over the residual's entries. It follows from the initial parameters (`layers.parameters`,
 `residual.matrix`):
 
-- At the first read, the residual contains the embedding and, if learned, positions of the same
-  size. The keys that write them preserve their size.
+- At the first read, the residual contains the embeddings of tokens and, if learned, of positions.
+  The keys that write them preserve their size. Tied embeddings of tokens are smaller, because they
+  start like an unembedding.
 - At the last read, it also contains the outputs of 2L sublayers, each scaled by 1/sqrt(2L).
   Attention outputs have at most the size of the values, about 1. Feed-forward outputs have the size
   of `W_2 gelu(W_1 z)` for a z of size 1.
@@ -21,6 +22,7 @@ from dataclasses import replace
 
 from rmt_tpu import config as cfg
 from rmt_tpu.config.checks import ranges
+from rmt_tpu.layers.embedding import token_std
 
 _MAX_INT16 = 2**15 - 1
 # The minimum ratio of the largest number to the residual's expected size at the last read. The
@@ -54,9 +56,10 @@ def expected_sizes(config: cfg.ModelConfig) -> tuple[float, float]:
 
     A size is the root mean square over the residual's entries.
     """
-    embedding = config.init_std * getattr(config.parametrization, "input_multiplier", 1.0)
-    writes = 1 if config.learned_positions is None else 2
-    first = embedding * math.sqrt(writes)
+    multiplier = getattr(config.parametrization, "input_multiplier", 1.0)
+    tokens = multiplier * config.embedding_scale * token_std(config)
+    positions = 0.0 if config.learned_positions is None else multiplier * config.init_std
+    first = math.hypot(tokens, positions)
     # Approximates E[gelu(x)^2], which is x^2/4 for small x and x^2/2 for large x.
     hidden = config.init_std
     feed_forward = config.init_std * hidden * math.sqrt(0.25 + 0.25 * hidden / (hidden + 1))

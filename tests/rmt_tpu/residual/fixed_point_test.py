@@ -34,6 +34,19 @@ def test_steps_follow_the_size_of_the_residual_and_those_of_the_papers_are_one_i
     assert "2^-12, up to +-8" in fixed_point.describe(reversible(bits=12))
 
 
+def test_tied_and_scaled_embeddings_have_their_own_size():
+    layers = {"positions": cfg.Rope(), "compute_dtype": "bfloat16"}
+    first = lambda **changes: fixed_point.expected_sizes(reversible(**changes))[0]
+    # Of 3 heads of 6: tied embeddings start at 18^-1/2, positions at 1.
+    assert first(tied_embeddings=True, **layers) == pytest.approx(18**-0.5)
+    assert first(tied_embeddings=True) == pytest.approx((1 + 1 / 18) ** 0.5)
+    assert first(embedding_scale=30.0, **layers) == pytest.approx(30.0)
+    assert first(embedding_scale=3.0) == pytest.approx(10**0.5)
+    tied = rmt_tpu.preset("rmt-llama-134m").replace(tied_embeddings=True)
+    assert not fixed_point.fits_int16(tied)
+    assert fixed_point.fits_int16(tied.replace(embedding_scale=tied.width**0.5))
+
+
 @pytest.mark.slow
 def test_expected_sizes_are_those_of_a_new_model():
     config = reversible(0.5).replace(remat="full", compute_dtype="float32", num_layers=3)
