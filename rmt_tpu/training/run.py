@@ -35,6 +35,10 @@ from rmt_tpu.training.step import (
     make_train_step,
 )
 
+# Parameters that a model has separately if it has fewer key heads than query heads. Otherwise, they
+# are part of other parameters, which have the same fan-in.
+_JOINED = {"read_fewer": "read", "value_taps": "taps"}
+
 
 class PreparedRun(NamedTuple):
     """The functions and shardings of a run, which can be compiled without training.
@@ -254,12 +258,27 @@ def _rates(model: ModelConfig, abstract: Decoder) -> Any:
     """Return the muP factor of each parameter's learning rate.
 
     The factor is the parameter's fan-in in muP's base model divided by its fan-in in this model.
+
+    Raises:
+      UsageError: this model has a parameter that the base model does not have.
     """
     own = metadata(abstract, "fan_in")
     if model.base_model == model:
         return jax.tree.map(lambda _: 1.0, own)
     base = nnx.eval_shape(lambda: Decoder(model.base_model, rngs=nnx.Rngs(0)))
-    return jax.tree.map(lambda base, own: base / own, metadata(base, "fan_in"), own)
+    of_base = dict(jax.tree_util.tree_leaves_with_path(metadata(base, "fan_in")))
+
+    def rate(path: tuple, fan_in: int) -> float:
+        name = path[-1].key
+        joined = (*path[:-1], jax.tree_util.DictKey(_JOINED.get(name, name)))
+        if (of_path := of_base.get(path, of_base.get(joined))) is None:
+            raise UsageError(
+                f"ModelConfig.parametrization.base has no {jax.tree_util.keystr(path)}, which the "
+                "model has; legal: changes of sizes only, like store.dim=128"
+            )
+        return of_path / fan_in
+
+    return jax.tree_util.tree_map_with_path(rate, own)
 
 
 def pipeline_schedule(config: RunConfig, mesh: jax.sharding.Mesh) -> sharding.Schedule | None:

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 
 from rmt_tpu import config as cfg
+from rmt_tpu.errors import UsageError
 from rmt_tpu.residual.matrix import key_init_scale
 from rmt_tpu.training import run
 from tests import models
@@ -18,6 +19,38 @@ def test_queries_over_depth_learn_by_the_size_of_the_residual():
         assert rates["final_site"]["mix"]["query"] == pytest.approx(1 / ratio)
         assert rates["final_site"]["mix"]["key_gain"] == 1.0
         assert rates["embedding"]["tokens"] == rates["unembedding"]["kernel"] == 1.0
+
+
+GROUPED = cfg.Attention(8, 6, cfg.Rope(), False, num_kv_heads=4)
+SHARED = cfg.Kda(8, 6, num_key_heads=4)
+
+
+@pytest.mark.parametrize(
+    "core, base, own",
+    [
+        (GROUPED, "attention.num_heads=4", ("site", "read_fewer")),  # the base's heads are alike
+        (SHARED, "kda.num_heads=4", ("core", "value_taps")),
+        (replace(GROUPED, num_kv_heads=8), "attention.num_kv_heads=4", ("site", "read")),
+    ],
+)
+def test_rates_do_not_depend_on_which_model_has_fewer_key_heads(core, base, own):
+    model = models.model("vector").replace(
+        stacks=(cfg.Stack((core, cfg.FeedForward(10)), 2),),
+        parametrization=cfg.MuP((base, "store.dim=5")),
+    )
+    rates = run._rates(model, models.abstract(model))
+    layer = rates["stacks"][0][0]
+    assert layer["site"]["read"] == 1 / 4
+    assert layer[own[0]][own[1]] == (1.0 if own[0] == "core" else 1 / 4)
+    heads = 1.0 if "kv_heads" in base else 1 / 2
+    assert rates["stacks"][0][1]["site"]["write"] == heads
+
+
+def test_a_base_without_a_parameter_of_the_model_is_refused():
+    model = models.model("vector", norm_bias=True, norm="layernorm")
+    model = model.replace(parametrization=cfg.MuP(("norm_bias=false", "store.dim=5")))
+    with pytest.raises(UsageError, match=r"parametrization.base has no .*'bias'.*; legal: changes"):
+        run._rates(model, models.abstract(model))
 
 
 def test_keys_start_smaller_where_one_size_grows_alone():
