@@ -10,7 +10,7 @@ from typing import ClassVar, Literal
 
 from rmt_tpu.config.checks import Decay, Finite, NonNegative, Size
 from rmt_tpu.config.core import Computes, Heads
-from rmt_tpu.config.cores import Attention
+from rmt_tpu.config.cores import Attention, FeedForward
 from rmt_tpu.config.mixer_base import Sizes, System
 from rmt_tpu.config.plain_start import PlainStart
 from rmt_tpu.errors import UsageError
@@ -372,6 +372,16 @@ class DepthLstm(System):
     forget_offset: Finite = 0.0
     cell_start: Literal["zero", "embedding"] = "zero"
 
+    def check(self, model: Sizes) -> None:
+        """Raise UsageError unless the second sublayer of every layer is a feed-forward layer."""
+        second = list(model.sublayers)[1::2]
+        others = sorted({core.kind for core in second if not isinstance(core, FeedForward)})
+        if others:
+            raise UsageError(
+                f"ModelConfig.mixer=depth_lstm needs layers that end with feed_forward, but some "
+                f"end with {', '.join(others)}; legal: layers of a core followed by feed_forward"
+            )
+
     def plain_start(self, model: Sizes) -> PlainStart:
         """Return False: an LSTM cell replaces the standard residual, which is a sum over depth."""
         return PlainStart(False, "an LSTM cell replaces the sum over depth")
@@ -379,7 +389,8 @@ class DepthLstm(System):
     def parameters(self, model: Sizes) -> int:
         """Return the number of parameters in gates, their norms, and the feed-forward norms."""
         size = model.residual_size
-        return model.num_layers * (6 * size**2 + 3 * size + model.feed_forward.hidden_dim)
+        hidden = sum(core.hidden_dim for core in list(model.sublayers)[1::2])
+        return model.num_layers * (6 * size**2 + 3 * size) + hidden
 
     def flops(self, model: Sizes) -> int:
         """Return the FLOPs of the gates."""

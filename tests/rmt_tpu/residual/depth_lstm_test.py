@@ -4,8 +4,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 from rmt_tpu import config as cfg
+from rmt_tpu import cost
 from rmt_tpu.errors import UsageError
 from tests import models
 from tests.rmt_tpu import plain
@@ -110,3 +112,19 @@ def test_bfloat16_state():
 def test_needs_a_vector_store():
     with pytest.raises(UsageError, match="mixer=depth_lstm is defined for a vector store only"):
         models.model("matrix", mixer=cfg.DepthLstm())
+
+
+def test_feed_forward_layers_may_differ_but_end_every_layer():
+    config = models.model("vector", mixer=cfg.DepthLstm())
+    attention, wide = config.attention, cfg.FeedForward(30)
+    two = config.replace(
+        stacks=(*config.stacks, cfg.Stack((attention, wide)), cfg.Stack((wide, wide)))
+    )
+    params = nnx.to_pure_dict(nnx.state(models.abstract(two), nnx.Param))
+    assert sum(cost.parameters(two).values()) == sum(p.size for p in jax.tree.leaves(params))
+    graphdef = models.graph(two)
+    logits = jax.eval_shape(lambda p: nnx.merge(graphdef, p)(models.tokens()), params)
+    assert logits.shape[-1] == models.VOCAB
+    for cores, named in (((attention, attention), "attention"), ((wide, attention), "attention")):
+        with pytest.raises(UsageError, match=f"end with feed_forward, but .* {named}; legal"):
+            config.replace(stacks=(cfg.Stack(cores),))
