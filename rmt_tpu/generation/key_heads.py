@@ -30,7 +30,28 @@ def repeated_model(model: cfg.ModelConfig, mesh: jax.sharding.Mesh) -> cfg.Model
     devices = math.prod(mesh.shape[axis] for axis in sharding.CACHE_RULES["tokens"])
     divisible = lambda stack: tuple(core.sharing_heads(devices) for core in stack.cores)
     stacks = (dataclasses.replace(stack, cores=divisible(stack)) for stack in model.stacks)
-    return model.replace(stacks=tuple(stacks))
+    return _with_stacks(model, tuple(stacks))
+
+
+def _with_stacks(model: cfg.ModelConfig, stacks: tuple[cfg.Stack, ...]) -> cfg.ModelConfig:
+    """Return the model with other numbers of key heads, and with the same base model for muP.
+
+    The sizes in `parametrization.base` replace sizes of the model. The base would therefore get the
+    new numbers of key heads, which its query heads need not be divisible by.
+    """
+    scheme = model.parametrization
+    if not getattr(scheme, "base", ()):
+        return model.replace(stacks=stacks)
+    short, kept = "stacks" not in model.short_form(), []
+    for s, (old, new, base) in enumerate(
+        zip(model.stacks, stacks, model.base_model.stacks, strict=True)
+    ):
+        for k, cores in enumerate(zip(old.cores, new.cores, base.cores, strict=True)):
+            if cores[0] != cores[1]:
+                path = cores[0].kind if short else f"stacks.{s}.cores.{k}"
+                kept.append(f"{path}.num_kv_heads={cores[2].kv_heads}")
+    scheme = dataclasses.replace(scheme, base=(*scheme.base, *kept))
+    return model.replace(stacks=stacks, parametrization=scheme)
 
 
 def repeat_key_heads(decoder: Decoder, mesh: jax.sharding.Mesh) -> Decoder:

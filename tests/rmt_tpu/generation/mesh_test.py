@@ -10,6 +10,7 @@ import pytest
 import sharding
 from rmt_tpu import config as cfg
 from rmt_tpu.generation import Adjustment, Engine, Request, Sampling, mesh_of, programs
+from rmt_tpu.generation.key_heads import repeated_model
 from rmt_tpu.generation.placement import parameter_shardings
 from tests import generated, models
 from tests.generated import EXPERTS, GROUPED, LATENT, NEW, plain
@@ -158,6 +159,22 @@ def test_devices_share_a_head_of_keys_without_parameters_of_its_own():
     plain = {"query_key_norm": False, "bias": False}
     core = dataclasses.replace(GROUPED, num_kv_heads=2, **plain)
     check_shared_heads("vector", core, "tensor=4", (5,))
+
+
+@pytest.mark.parametrize("stacks", [1, 3])  # the short form of a model, and the long form
+def test_copies_of_key_heads_leave_the_base_of_mup(stacks):
+    """Its 2 query heads cannot have the 4 key heads that devices need."""
+    alike = cfg.Attention(8, 6, cfg.Rope())
+    cores = [dataclasses.replace(alike, num_kv_heads=2), alike] * 2
+    model = cfg.ModelConfig(
+        tuple(cfg.Stack((core, cfg.FeedForward(8))) for core in cores[:stacks]),
+        cfg.VectorStore(12),
+        vocab_size=models.VOCAB,
+        parametrization=cfg.MuP(("attention.num_heads=2",)),
+    )
+    repeated = repeated_model(model, mesh_for("tensor=4"))
+    assert [stack.cores[0].kv_heads for stack in repeated.stacks] == [4, 8, 4][:stacks]
+    assert repeated.base_model.stacks == model.base_model.stacks
 
 
 def check_shared_heads(store, core, spec, lengths):
