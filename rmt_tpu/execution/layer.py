@@ -57,20 +57,22 @@ def make_stacks(config: cfg.ModelConfig, seed: Seed) -> nnx.List:
     sublayers). Their parameters have a leading axis "layer" over the stack's repeats. For example,
     `stacks/0/1/site/gain` contains the gains of the second sublayer's site in the first stack.
     """
-    stacks, first, writes = [], 0, cfg.RESIDUAL_PORT
-    for stack_config in config.stacks:
+    stacks, first = [], 0
+    writes = base_writes = cfg.RESIDUAL_PORT
+    for stack_config, base in zip(config.stacks, config.base_model.stacks, strict=True):
         places = []
-        for k, core in enumerate(stack_config.cores):
-            places.append(((first + k) % 2, writes, core))
-            writes = core.writes
+        for k, (core, base_core) in enumerate(zip(stack_config.cores, base.cores, strict=True)):
+            ports = (writes, core.reads, base_writes, base_core.reads)
+            places.append(((first + k) % 2, ports, core))
+            writes, base_writes = core.writes, base_core.writes
 
         def period(
             seed: Seed, repeat: jax.Array, first: int = first, places: list = places
         ) -> nnx.List:
             sublayers = []
-            for k, (within, writes, core) in enumerate(places):
+            for k, (within, ports, core) in enumerate(places):
                 index = first + repeat * len(places) + k
-                place = residual.Place(index, within, writes, core.reads)
+                place = residual.Place(index, within, *ports)
                 own = seed.numbered(index)
                 site = residual.make_site(config, own / "site", place)
                 sublayers.append(Sublayer(site, make_core(config, core, own / "core", within)))
@@ -88,6 +90,8 @@ def make_final_site(config: cfg.ModelConfig, seed: Seed) -> nnx.Module:
         jnp.int32(depth),
         depth % 2,
         config.stacks[-1].cores[-1].writes,
+        cfg.RESIDUAL_PORT,
+        config.base_model.stacks[-1].cores[-1].writes,
         cfg.RESIDUAL_PORT,
         last=True,
     )

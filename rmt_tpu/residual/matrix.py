@@ -44,16 +44,18 @@ class Site(nnx.Module):
 
     def __init__(self, config: cfg.ModelConfig, seed: Seed, place: Place):
         rank, size = config.data_shape
-        key_dim = config.store.key_dim
-        count = lambda port: sum(port.heads) + port.residual * rank
+        base_rank, key_dim = config.base_model.data_shape[0], config.store.key_dim
+        count = lambda port, rank=rank: sum(port.heads) + port.residual * rank
         # The first site writes the embedding, which is not scaled down like the outputs of
         # sublayers.
         scale = jnp.where(place.index == 0, 1.0, storage_scale(config.num_sublayers))
         writes, reads = count(place.writes), count(place.reads)
-        scale *= key_init_scale(config, writes, writes=True)
+        of_base = count(place.base_writes, base_rank)
+        scale *= key_init_scale(config, writes, of_base, writes=True)
         self.store_keys = store_keys(seed / "store_keys", writes, key_dim, scale=scale)
         self.gain = gain((key_dim, size), axes=("key", "head"))
-        scale = key_init_scale(config, reads, writes=False)
+        of_base = count(place.base_reads, base_rank)
+        scale = key_init_scale(config, reads, of_base, writes=False)
         self.read_keys = read_keys(seed / "read_keys", reads, key_dim, scale=scale)
         self.begins_layer, self.reads = place.within == 0, place.reads
         self.size_major = not sum(place.writes.heads), not sum(place.reads.heads)
@@ -80,7 +82,7 @@ class Site(nnx.Module):
         return jnp.concatenate([part for part in read if part is not None], axis=2)
 
 
-def key_init_scale(config: cfg.ModelConfig, count: int, *, writes: bool) -> float:
+def key_init_scale(config: cfg.ModelConfig, count: int, base_count: int, *, writes: bool) -> float:
     """Return muP's factor for the initial standard deviation of keys; 1 without muP.
 
     The factor is relative to the base model. The largest singular value of a random matrix [m, n]
@@ -90,15 +92,19 @@ def key_init_scale(config: cfg.ModelConfig, count: int, *, writes: bool) -> floa
     s must be `1 / sqrt(in) / (1 + sqrt(in / out))`. The factor `1 / (1 + sqrt(in / out))`, which
     this function returns relative to the base model, stays constant if all sizes grow together. If
     only R or only D_k grows, the keys behave increasingly like an unembedding.
-    """
-    base = config.base_model
 
-    def narrow(model: cfg.ModelConfig, count: int | float) -> float:
+    Args:
+      config: the model's config.
+      count: the number of keys.
+      base_count: the number of the same keys in muP's base model.
+      writes: whether the keys write to the residual, or read from it.
+    """
+
+    def narrow(model: cfg.ModelConfig, count: int) -> float:
         ratio = count / model.store.key_dim
         return 1 / (1 + (ratio if writes else 1 / ratio) ** 0.5)
 
-    of_base = count * base.data_shape[0] / config.data_shape[0]
-    return narrow(config, count) / narrow(base, of_base)
+    return narrow(config, count) / narrow(config.base_model, base_count)
 
 
 # Key vectors are not sharded by heads, so each device reads and writes all heads of its own tokens.
@@ -132,8 +138,9 @@ class Store(nnx.Module):
         self.key_dim = config.store.key_dim
         self.norm, self.epsilon = config.norm, config.norm_epsilon
         learned = config.learned_positions is not None
-        own = seed / "position_keys"
-        self.position_keys = store_keys(own, rank, self.key_dim) if learned else None
+        own, base_rank = seed / "position_keys", config.base_model.data_shape[0]
+        scale = key_init_scale(config, rank, base_rank, writes=True)
+        self.position_keys = store_keys(own, rank, self.key_dim, scale=scale) if learned else None
 
     def start(
         self,

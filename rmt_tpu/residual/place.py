@@ -16,6 +16,8 @@ class Place(NamedTuple):
         sublayers.
       writes: the port of the core before the site, or of the embedding.
       reads: the port of the core after the site, or of the unembedding.
+      base_writes, base_reads: the same ports in muP's base model; without muP, again `writes` and
+        `reads`.
       last: whether the site is the one before the unembedding.
     """
 
@@ -23,4 +25,6 @@ class Place(NamedTuple):
     within: int
     writes: Port
     reads: Port
+    base_writes: Port
+    base_reads: Port
     last: bool = False

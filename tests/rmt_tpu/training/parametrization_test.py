@@ -56,9 +56,9 @@ def test_a_base_without_a_parameter_of_the_model_is_refused():
 def test_keys_start_smaller_where_one_size_grows_alone():
     config = models.model("matrix")  # R 3, D_k 5
     start = lambda *base, writes: key_init_scale(
-        replace(config, parametrization=cfg.MuP(base)), 3, writes=writes
+        replace(config, parametrization=cfg.MuP(base)), 3, 3, writes=writes
     )
-    assert key_init_scale(config, 3, writes=False) == 1.0
+    assert key_init_scale(config, 3, 3, writes=False) == 1.0
     # What reads takes in D_k and gives R, of 1 and 3 in the base; what writes the other way round.
     largest = lambda taken, given: 1 + (taken / given) ** 0.5
     reads, writes = largest(1, 3) / largest(5, 3), largest(3, 1) / largest(3, 5)
@@ -66,6 +66,40 @@ def test_keys_start_smaller_where_one_size_grows_alone():
     assert start("store.key_dim=1", writes=True) == pytest.approx(writes)
     both = replace(config, store=cfg.MatrixStore(15))
     base = cfg.MuP(("store.key_dim=5", "attention.num_heads=1"))
-    assert key_init_scale(replace(both, parametrization=base), 3, writes=False) == pytest.approx(
-        1.0
-    )
+    scaled = replace(both, parametrization=base)
+    assert key_init_scale(scaled, 3, 1, writes=False) == pytest.approx(1.0)
+
+
+def first_deviations(**changes):
+    """A new model's keys of its first two sites and of its positions, relative to `1 / sqrt(in)`.
+
+    These are the standard deviations of what writes the embedding, of what attention reads, and of
+    what writes attention's output and the positions. D_k is 64.
+    """
+    attention = cfg.Attention(**({"num_heads": 96, "head_dim": 2} | changes.pop("attention", {})))
+    options = {"vocab_size": 5, "norm": "rmsnorm"} | changes
+    store = cfg.MatrixStore(64, vectors=options.pop("vectors", None))
+    config = cfg.ModelConfig((cfg.Stack((attention, cfg.FeedForward(2))),), store, **options)
+    decoder = models.decoder(config)
+    (first, second), positions = decoder.stacks[0], decoder.store.position_keys
+    keys = (first.site.store_keys, first.site.read_keys, second.site.store_keys, positions)
+    fan_in = (keys[0].shape[-2], 64, 2 * keys[2].shape[-2], keys[0].shape[-2])
+    return [float(k[...].std()) * n**0.5 for k, n in zip(keys, fan_in, strict=True)]
+
+
+# The factor of keys, which depends on their number and on D_k, 64.
+spread = lambda keys, writes=False: 1 / (1 + (keys / 64 if writes else 64 / keys) ** 0.5)
+OF_BASE = cfg.MuP(("attention.num_heads=4",))
+GROWN = spread(96, True) / spread(4, True)
+
+
+def test_keys_of_as_many_key_heads_start_by_their_own_number_in_the_base():
+    found = first_deviations(attention={"num_kv_heads": 4}, parametrization=OF_BASE)
+    expected = [GROWN, spread(104) / spread(12), GROWN, GROWN]
+    assert found == pytest.approx(expected, rel=0.05)
+
+
+@pytest.mark.slow
+def test_keys_of_as_many_vectors_start_as_in_the_base():
+    found = first_deviations(vectors=96, parametrization=OF_BASE)
+    assert found == pytest.approx([1.0, spread(288) / spread(12), GROWN, 1.0], rel=0.05)
