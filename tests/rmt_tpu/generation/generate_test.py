@@ -245,19 +245,46 @@ def test_what_a_text_has_is_less_likely(rotated):
     np.testing.assert_allclose(one.log_probabilities, logs, atol=1e-4)
 
 
+def narrow(decoder):
+    """Names of the parameters that are not stored in float32."""
+    params = nnx.to_flat_state(nnx.state(decoder, nnx.Param))
+    return {path[-1] for path, x in params if x.dtype != jnp.float32}
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("preset", ["llama-attnres-tiny", *later("rmt-llama-tiny", "highway-tiny")])
+@pytest.mark.parametrize(
+    "preset", ["llama-attnres-tiny", *later("rmt-llama-tiny", "highway-tiny", "kimi-tiny")]
+)
 def test_weights_cast_once_give_the_same_logits(preset):
     """In bfloat16, bit for bit; what is computed with in float32 is not cast."""
-    config = preset_of(preset).replace(num_layers=2, compute_dtype="bfloat16")
+    changes = {} if preset == "kimi-tiny" else {"num_layers": 2}
+    config = preset_of(preset).replace(compute_dtype="bfloat16", **changes)
     plain = Decoder(config, rngs=nnx.Rngs(0))
     cast, tokens = cast_once(plain), jnp.arange(6)[None]
     run = jax.jit(lambda decoder: decoder.decode(tokens, decoder.empty_cache(1, 8))[0])
     np.testing.assert_array_equal(run(cast), run(plain))
-    narrow = [p for p, x in nnx.to_flat_state(nnx.state(cast, nnx.Param)) if x.dtype != jnp.float32]
-    names = {p[-1] for p in narrow}
+    names = narrow(cast)
     assert {"w_1", "w_2", "kernel", "tokens"} <= names
-    assert not names & {"gain", "query", "read_keys", "store_keys", "gate_and_value"}
+    assert not names & {"gain", "query", "read_keys", "store_keys", "gate_and_value", "w_router"}
+
+
+def test_routers_are_not_cast():
+    config = models.model("vector", compute_dtype="bfloat16")
+    cores = config.stacks[0].cores[0], cfg.Experts(num_experts=6, top_k=2, hidden_dim=5)
+    config = config.replace(stacks=(cfg.Stack(cores, 1),))
+    names = narrow(nnx.eval_shape(lambda: cast_once(Decoder(config, rngs=nnx.Rngs(0)))))
+    assert {"w_1", "w_2"} <= names and "w_router" not in names
+
+
+@pytest.mark.parametrize("scale, is_cast", [(3.0, False), (4.0, True)])
+def test_an_embedding_is_cast_if_its_scale_is_exact(scale, is_cast):
+    config = models.model("vector", compute_dtype="bfloat16", embedding_scale=scale)
+    params = jax.tree.map(jnp.float32, models.random_parameters(config))
+    plain, tokens = nnx.merge(models.graph(config), params), jnp.arange(models.VOCAB)[None]
+    cast = cast_once(plain)
+    assert ("tokens" in narrow(cast)) == is_cast
+    rows = [x.embedding(tokens, 0 * tokens, jnp.bfloat16)[0] for x in (cast, plain)]
+    np.testing.assert_array_equal(*rows)
 
 
 def test_what_has_ended_leaves_nothing_behind():
