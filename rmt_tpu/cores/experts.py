@@ -26,6 +26,7 @@ The mesh axis `tensor` shards the hidden neurons.
 
 import functools
 import math
+from dataclasses import replace
 from typing import ClassVar, NamedTuple
 
 import jax
@@ -294,6 +295,19 @@ class Experts(Core):
         places = jnp.where(places < ends[-1], places, row_limit)
         sizes = jnp.diff(ends, prepend=0)
         return Rows(order[:row_limit], places, sizes, requested[-1] - ends[-1])
+
+
+def dropless(model: cfg.ModelConfig) -> cfg.ModelConfig:
+    """Return the model's config for use without training, without a limit on tokens per expert.
+
+    Experts then drop no tokens, and the outputs for a row do not depend on the other rows.
+    """
+
+    def free(core: cfg.Core) -> cfg.Core:
+        return core if getattr(core, "capacity", None) is None else replace(core, capacity=None)
+
+    stacks = (replace(stack, cores=tuple(map(free, stack.cores))) for stack in model.stacks)
+    return replace(model, stacks=tuple(stacks))
 
 
 def _in_best_groups(biased, groups, top_groups):

@@ -19,9 +19,10 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Bool, Float, Int32
 
 import sharding
+from rmt_tpu.cores.experts import dropless
 from rmt_tpu.decoder import Decoder
 from rmt_tpu.errors import UsageError
-from rmt_tpu.evaluation.scores import NONE, TokenScores, dropless, token_scores
+from rmt_tpu.evaluation.scores import NONE, TokenScores, token_scores
 from rmt_tpu.execution import kernels
 from rmt_tpu.generation import check_tokens, mesh_of
 from rmt_tpu.generation.key_heads import repeat_key_heads

@@ -1,6 +1,5 @@
 """Log-probabilities of tokens, computed without holding all logits in memory."""
 
-from dataclasses import replace
 from typing import NamedTuple
 
 import jax
@@ -8,7 +7,6 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 import sharding
-from rmt_tpu import config as cfg
 from rmt_tpu.decoder import Decoder
 from rmt_tpu.execution import kernels
 from rmt_tpu.layers.data_vectors import concatenate
@@ -34,19 +32,6 @@ class TokenScores(NamedTuple):
 
     log_probability: Float[Array, "rows seq"]
     greedy: Bool[Array, "rows seq"]
-
-
-def dropless(model: cfg.ModelConfig) -> cfg.ModelConfig:
-    """Return the model's config without a limit on the number of tokens per expert.
-
-    Experts then drop no tokens, and the scores of a row do not depend on the other rows.
-    """
-
-    def free(core: cfg.Core) -> cfg.Core:
-        return core if getattr(core, "capacity", None) is None else replace(core, capacity=None)
-
-    stacks = (replace(stack, cores=tuple(map(free, stack.cores))) for stack in model.stacks)
-    return replace(model, stacks=tuple(stacks))
 
 
 @kernels.as_configured

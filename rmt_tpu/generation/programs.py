@@ -20,6 +20,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
 import sharding
+from rmt_tpu.cores.experts import dropless
 from rmt_tpu.decoder import Cache, Decoder
 from rmt_tpu.execution import kernels
 from rmt_tpu.generation.adjustment import (
@@ -173,10 +174,16 @@ class ModelSpec(NamedTuple):
 
     @classmethod
     def of(cls, decoder: Decoder) -> tuple["ModelSpec", nnx.State]:
-        """Return the description and the parameters of a decoder that is already on its devices."""
+        """Return the description and the parameters of a decoder that is already on its devices.
+
+        Experts get no limit on their number of tokens, so that no text depends on the other rows of
+        its batch.
+        """
         graphdef, params = nnx.split(decoder)
         if (mesh := mesh_of(decoder)) is None:
             return cls(graphdef), params
+        if (model := dropless(decoder.config)) != decoder.config:
+            graphdef = nnx.graphdef(nnx.eval_shape(lambda: Decoder(model, rngs=nnx.Rngs(0))))
         specs = tuple(x.sharding.spec for x in jax.tree.leaves(params))
         cache = jax.tree.map(partial(sharding.used_axes, mesh), decoder.cache_specs())
         return cls(graphdef, mesh, specs, cache), params

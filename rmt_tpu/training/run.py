@@ -15,10 +15,11 @@ from jax.sharding import NamedSharding, PartitionSpec
 import sharding
 from rmt_tpu import data
 from rmt_tpu.config import PINNED_ON_RESUME, START_FIELDS, ModelConfig, RematPolicy, RunConfig
+from rmt_tpu.cores.experts import dropless
 from rmt_tpu.decoder import Decoder, compute_dtype, residual_dtype
 from rmt_tpu.distributed import program_cache
 from rmt_tpu.errors import UsageError
-from rmt_tpu.evaluation.scores import TokenScores, dropless, token_scores
+from rmt_tpu.evaluation.scores import TokenScores, token_scores
 from rmt_tpu.execution import kernels, pipelined
 from rmt_tpu.layers.parameters import metadata
 from rmt_tpu.residual.fixed_point import with_float_residual

@@ -44,9 +44,9 @@ from jaxtyping import Array, Float
 import sharding
 from rmt_tpu import config as cfg
 from rmt_tpu import data, memory
+from rmt_tpu.cores.experts import dropless
 from rmt_tpu.decoder import Decoder
 from rmt_tpu.errors import RunError
-from rmt_tpu.evaluation.scores import dropless
 from rmt_tpu.execution import kernels
 from rmt_tpu.layers.data_vectors import concatenate
 from rmt_tpu.layers.parameters import metadata

@@ -6,9 +6,11 @@ import math
 import jax
 import numpy as np
 import pytest
+from flax import nnx
 
 import sharding
 from rmt_tpu import config as cfg
+from rmt_tpu.cores.experts import Experts
 from rmt_tpu.generation import Adjustment, Engine, Request, Sampling, mesh_of, programs
 from rmt_tpu.generation.key_heads import repeated_model
 from rmt_tpu.generation.placement import parameter_shardings
@@ -89,10 +91,25 @@ SYSTEMS = [
     ("vector", cfg.Sum(), NET, "data=2,sequence=2,tensor=2"),
     ("matrix", cfg.Sum(), NET, "key=2,tensor=2"),
     ("vector", cfg.BlockAttention(num_blocks=2), EXPERTS, "expert=2,tensor=2"),
-    ("matrix", cfg.Sum(), EXPERTS, "expert=2,key=2"),
+    ("matrix", cfg.Sum(), dataclasses.replace(EXPERTS, capacity=0.5), "expert=2,key=2"),
     ("vector", cfg.BlockAttention(num_blocks=2), GATED_LATENT, "data=2,sequence=2,tensor=2"),
     ("vector", cfg.BlockAttention(num_blocks=2), NARROW, "expert=2,tensor=2"),
 ]
+
+
+def test_experts_drop_no_tokens_of_a_text():
+    limited = dataclasses.replace(EXPERTS, capacity=0.5)
+    decoder = models.abstract(generated.config("vector", cfg.Sum(), limited))
+    spec = parameter_shardings(decoder, mesh_for("expert=2"))
+    placed = jax.tree.map(
+        lambda x, where: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where),
+        nnx.to_pure_dict(nnx.state(decoder, nnx.Param)),
+        spec,
+    )
+    model, params = programs.ModelSpec.of(nnx.merge(nnx.graphdef(decoder), placed))
+    run = nnx.merge(model.graphdef, params)
+    cores = [layer.core for stack in run.stacks for layer in stack]
+    assert [core.core.capacity for core in cores if isinstance(core, Experts)] == [None]
 
 
 @pytest.mark.slow
