@@ -6,6 +6,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+import sharding
 from pallas_kernels.target import Target
 from rmt_tpu.config import ModelConfig, RunConfig
 from rmt_tpu.layers import choices
@@ -68,7 +69,7 @@ def plan_of(config: RunConfig, mesh: jax.sharding.Mesh) -> ExecutionPlan:
     schedule = _schedule(config, mesh)
     tokens = train.batch_size // train.accumulate * config.data.seq_len
     own_tokens = config.data.seq_len // math.prod(
-        mesh.shape.get(axis, 1) for axis in ("expert", "key", "sequence", "tensor")
+        mesh.shape.get(axis, 1) for axis in sharding.RULES["tokens"]
     )
     in_place = rereads = padded = None
     if schedule == "reversible":

@@ -62,6 +62,14 @@ def test_attention_over_depth():
     assert "rereads rebuilt" not in plain.lines()
 
 
+def test_only_axes_that_divide_tokens_make_products_few():
+    """64 tokens of a sequence are few, but `key` and `expert` divide the batch in training."""
+    chosen = lambda mesh: plan("rmt-tiny", "v5e:2x2", mesh=mesh, data__seq_len=128).products_in_turn
+    assert "64 tokens" in chosen("tensor=2").reason
+    assert chosen("key=2") == chosen("expert=2") == chosen("data=1")
+    assert "tokens," not in chosen("key=2").reason
+
+
 def test_decoding_has_kernels_on_tpus():
     of = lambda name, *where, **mesh: plan(name, *where, **mesh).decode_kernels
     assert of("rmt-tiny", "v5e:2x2").value and of("attnres-tiny", "v5e:2x2").value
