@@ -221,7 +221,8 @@ def load_metrics(gradients: Any, roles: Any) -> dict[str, jax.Array]:
 
     "max_load" is the maximum load on an expert divided by the mean load, averaged over layers, and
     "worst_load" is the maximum of this ratio over layers. "entropy" is the entropy of the loads
-    divided by the entropy of equal loads, averaged over layers.
+    divided by the entropy of equal loads, averaged over layers. It is 1 for a single expert, whose
+    load is always equal.
 
     Args:
       gradients: the gradients of the step, which for statistics are shares of tokens.
@@ -236,7 +237,9 @@ def load_metrics(gradients: Any, roles: Any) -> dict[str, jax.Array]:
         share = load / jnp.sum(load, axis=1, keepdims=True)
         count = share.shape[1]
         most.append(count * jnp.max(share, axis=1))
-        entropies.append(-jnp.sum(jax.scipy.special.xlogy(share, share), axis=1) / jnp.log(count))
+        entropy = -jnp.sum(jax.scipy.special.xlogy(share, share), axis=1)
+        # With a single expert, both entropies are 0.
+        entropies.append(entropy / jnp.log(count) if count > 1 else jnp.ones_like(entropy))
     most, entropies = jnp.concatenate(most), jnp.concatenate(entropies)
     return {
         "train/experts/max_load": jnp.mean(most),

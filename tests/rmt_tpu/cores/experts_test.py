@@ -165,6 +165,11 @@ def test_the_bias_moves_load_towards_the_mean(balance):
     assert most[-1] < 1.2
 
 
+def test_the_load_of_a_single_expert_is_equal():
+    metrics = load_metrics({"load": jnp.full((2, 1), 5.0)}, {"load": "load"})
+    assert {float(value) for value in metrics.values()} == {1.0}
+
+
 def test_scores_are_counted_where_they_are():
     """The quantile between bins too: to a quarter of a bin of what NumPy finds."""
     above = np.random.default_rng(0).uniform(-0.6, 0.3, size=(4000, 3)).astype(np.float32)
