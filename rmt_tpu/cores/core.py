@@ -73,12 +73,14 @@ def causal(
       segment_ids: the segment of each token; None means that each row is one segment.
     """
     order = jnp.arange(length)
+    # A NumPy array could not be indexed by traced numbers, as attention does.
+    segment_ids = None if segment_ids is None else jnp.asarray(segment_ids)
     if positions is None:
         return Context(order[None], segment_ids)
     mask = (order[:, None] >= order[None, :])[None]
     if segment_ids is not None:
         mask = mask & (segment_ids[:, :, None] == segment_ids[:, None, :])
-    return Context(positions, segment_ids, mask)
+    return Context(jnp.asarray(positions), segment_ids, mask)
 
 
 def cached(start: Int[Array, " batch"], new: int) -> Context:

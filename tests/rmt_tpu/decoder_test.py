@@ -10,7 +10,7 @@ from flax import nnx
 
 from rmt_tpu import Decoder, cores, cost
 from rmt_tpu import config as cfg
-from rmt_tpu.cores.core import logit_scale
+from rmt_tpu.cores.core import causal, logit_scale
 from tests import models
 from tests.closeness import assert_close
 from tests.rmt_tpu import plain
@@ -174,6 +174,16 @@ def test_attention_is_not_computed_again(mixer):
     for shape in [(batch, seq, heads), (batch, seq, heads, size)]:
         layers = [x.size for x in kept if x.shape[-len(shape) :] == shape]
         assert sum(layers) == 3 * np.prod(shape)
+
+
+def test_documents_in_a_numpy_array(unannotated):
+    """Attention indexes them by traced numbers, which a NumPy array does not allow."""
+    ids = np.asarray([[1, 1, 2]])
+    for positions in (None, np.asarray([[0, 1, 0]])):
+        context = causal(3, positions, ids)
+        at = jax.jit(lambda i, context=context: context.segment_ids[:, i])(jnp.arange(3))
+        np.testing.assert_array_equal(at, ids)
+        assert isinstance(context.query_positions, jax.Array)
 
 
 # Who sees whom ---------------------------------------------------------------------------------
