@@ -60,8 +60,9 @@ class MatrixStore(Checked):
 
     Sublayers write outer products of a key vector and a data vector into the matrix, and read it
     with key vectors. Attention has one key vector per head; other cores have `vectors` (R). If
-    `vectors` and `vector_dim` are None, they equal `num_heads` and `head_dim` of the model's
-    attention, as in the paper.
+    `vectors` and `vector_dim` are None, they equal the number and the size of the heads of the
+    first core that has heads. The number is `num_heads`, as in the paper, or the number of key
+    heads for `Kda`.
 
     The `dtype` "auto" is the compute dtype, with one exception. For bfloat16 with
     `remat="reversible"`, it is int16. It is float32 instead if the initial residual is too small
