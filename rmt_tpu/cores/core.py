@@ -13,7 +13,7 @@ others are only reported. If no core returns scalars, the compiled program conta
 them.
 """
 
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -212,12 +212,16 @@ def all_tokens(x: Shaped[Array, "batch seq *rest"], ring: str | None) -> Shaped[
 def gated(
     y: Float[Array, "batch seq heads head_dim"],
     gates: Float[Array, "batch seq heads head_dim"] | None,
+    activation: Literal["sigmoid", "silu"] = "sigmoid",
 ) -> Float[Array, "batch seq heads head_dim"]:
-    """Multiply heads' outputs by the sigmoids of their gates; `gates` None returns y unchanged."""
+    """Multiply heads' outputs by the activations of their gates; `gates` None returns y unchanged.
+
+    The activation function is computed in at least float32.
+    """
     if gates is None:
         return y
     wide = gates.astype(jnp.result_type(gates, jnp.float32))
-    return y * jax.nn.sigmoid(wide).astype(y.dtype)
+    return y * getattr(jax.nn, activation)(wide).astype(y.dtype)
 
 
 class Core(nnx.Module):

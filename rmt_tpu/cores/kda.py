@@ -34,6 +34,7 @@ from rmt_tpu.cores.core import (
     Core,
     Index,
     flatten_rows,
+    gated,
     other_axes,
     to_tokens,
     unflatten_rows,
@@ -196,8 +197,7 @@ class Kda(Core):
             ids = context.segment_ids
             read, state = pallas_kernels.delta_attention(*args, state, scale=scale, segment_ids=ids)
         norm = {"norm": "rmsnorm", "epsilon": self.epsilon, "dtype": x.dtype}
-        activation = {"sigmoid": jax.nn.sigmoid, "silu": jax.nn.silu}[self.core.gate_activation]
-        y = normalize(read, self.gain[...], **norm) * activation(gates)
+        y = gated(normalize(read, self.gain[...], **norm), gates, self.core.gate_activation)
         return to_tokens(flatten_rows(y, context), self.layout, other_axes()), state, tail
 
     @property

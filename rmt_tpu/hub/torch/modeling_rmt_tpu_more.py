@@ -270,7 +270,8 @@ def kda(model, z, p, core, context, scale):
         read.append(torch.einsum("bhk,bhkv->bhv", q[:, t], state))
     o = normalize(core.head_dim**-0.5 * torch.stack(read, 1), p.gain, model.epsilon).to(x.dtype)
     gate = gates[0] if gates else (x @ p.w_gate_down @ p.w_gate_up).unflatten(-1, (heads, -1))
-    return o * (gate.sigmoid() if core.gate_activation == "sigmoid" else F.silu(gate))
+    activation = torch.sigmoid if core.gate_activation == "sigmoid" else F.silu
+    return o * activation(wide(gate)).to(o.dtype)
 
 
 def balance_bias(p, core):

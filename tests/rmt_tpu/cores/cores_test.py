@@ -232,6 +232,16 @@ def test_a_tiny_gemma2_with_kernels_is_the_one_without():
     assert_close(got, (plain_gradients, logits), 1e-5)
 
 
+def test_output_gates_are_not_computed_in_the_compute_dtype():
+    config = model("vector", "sum", stacks=NETS, compute_dtype="bfloat16")
+    graphdef, params = nnx.split(models.abstract(config), nnx.Param)
+    run = lambda params: nnx.merge(graphdef, params)(models.tokens())
+    program, (batch, seq) = str(jax.make_jaxpr(run)(params)), models.tokens().shape
+    for core in (NET, FULL):
+        gate = f"[{batch},{seq},{core.num_heads},{core.head_dim}] = logistic"
+        assert f"f32{gate}" in program and f"bf16{gate}" not in program
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("stacks", [LINEAR, NETS, (cfg.Stack(WINDOWED, 2),)])
 def test_documents_in_one_row(stacks):
