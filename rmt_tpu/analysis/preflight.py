@@ -7,6 +7,9 @@ The contents of memory come from XLA's buffer assignment, which exists even if a
 fit. The time is an estimate (see `step_cost`). A collective takes as long as a device needs to send
 its bytes. The bandwidth within a slice is the manufacturer's figure for all links of the device.
 Between slices, it is the device's share of the data center's network.
+
+Each conditional takes its most expensive branch. In the program that generates tokens it takes the
+cheapest one, because the branches are ways of sampling: the estimate is that of greedy steps.
 """
 
 import contextlib
@@ -316,6 +319,9 @@ def _compiled_preflight(config: RunConfig, prompt: Prompt | None, program: Progr
     target, mesh = program.target, program.info["mesh"]
     memory, gaps, buffers = _memory(assignment_of(program))
     memory["program"] = program.memory["generated_code"]
+    if prompt is not None and prompt.rows is not None:
+        # An estimate cannot know how often tokens are sampled, so only greedy steps count.
+        program = dataclasses.replace(program, module=program.module.taking("cheapest"))
     sent = collectives(program.module, mesh, program.info["ids"])
     # The TPU compiler rejects a program that does not fit in memory, but the GPU compiler does not.
     fits = target.platform == "tpu" or sum(memory.values()) <= target.hbm

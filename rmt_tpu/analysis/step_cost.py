@@ -2,8 +2,9 @@
 
 The exact step that `train` runs is compiled for one chip. An instruction takes the longer of two
 times: that of its schedule, and that of moving its HBM bytes at full bandwidth. The time counts
-once per iteration of the enclosing loops. If copies between HBM and VMEM overlap other work, only
-their bytes count. Collectives take no time here; see `preflight`.
+once per iteration of the enclosing loops. Each conditional takes its most expensive branch: the one
+that moves the most bytes. If copies between HBM and VMEM overlap other work, only their bytes
+count. Collectives take no time here; see `preflight`.
 
 `estimator.calibration` compares such estimates with measured times that others published. The other
 cost models of `estimator.cost.MODELS` give lower and higher estimates.

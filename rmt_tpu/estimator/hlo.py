@@ -3,11 +3,13 @@
 It reads the output of `jax.stages.Compiled.as_text()` for a TPU or a GPU.
 """
 
+import copy
 import dataclasses
 import functools
 import math
 import re
 from collections.abc import Hashable, Iterator
+from typing import Literal
 
 _COMPUTATION = re.compile(r"^(ENTRY )?%([\w.\-]+) \(.*\{$")
 _INSTRUCTION = re.compile(r"^\s+(ROOT )?%([\w.\-]+) = (.*)$")
@@ -47,6 +49,7 @@ _PASSED = re.compile(r"\{(\d+)\}: \(\d+, \{\}\)")
 # operand with the new values.
 _UPDATES = {"dynamic-update-slice": 1, "scatter": 2}
 VMEM = 1
+Branches = Literal["costliest", "cheapest", "all"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -180,11 +183,15 @@ class Module:
     Attributes:
       computations: maps the name of each computation to a dict from name to instruction.
       entry: the name of the computation at which execution starts.
+      branches: the branches of a conditional that run: "costliest" for the one that moves the most
+        bytes, "cheapest" for the one that moves the fewest, or "all".
     """
 
     def __init__(self, text: str):
         self.computations: dict[str, dict[str, Instruction]] = {}
         self.entry = ""
+        self.branches: Branches = "costliest"
+        self._moved: dict[str, int] = {}
         current: dict[str, Instruction] = {}
         instruction: Instruction | None = None
         for line in text.splitlines():
@@ -203,8 +210,18 @@ class Module:
         if not self.entry:
             raise ValueError("the HLO text has no ENTRY computation")
 
+    def taking(self, branches: Branches) -> "Module":
+        """Return the same program, whose conditionals take other branches."""
+        other = copy.copy(self)
+        other.branches, other._moved = branches, {}
+        return other
+
     def run(self) -> Iterator["Executed"]:
-        """Yield every instruction that runs; a fusion counts as one instruction."""
+        """Yield every instruction that runs; a fusion counts as one instruction.
+
+        The text does not say how often each branch of a conditional runs. Each time that the
+        conditional runs, the branch that `branches` names counts as executed, and no other.
+        """
         yield from self._run(self.entry, 1, 0)
 
     def _run(self, computation: str, times: int, depth: int) -> Iterator["Executed"]:
@@ -218,8 +235,23 @@ class Module:
             yield Executed(computation, instruction, times, depth)
             if instruction.opcode == "call":
                 yield from self._run(called["to_apply"], times, depth)
-            for branch in instruction.branches:
+            for branch in self._taken(instruction.branches):
                 yield from self._run(branch, times, depth)
+
+    def _taken(self, branches: list[str]) -> list[str]:
+        """Return those of a conditional's branches that count as executed."""
+        if self.branches == "all" or not branches:
+            return branches
+        return [(min if self.branches == "cheapest" else max)(branches, key=self._bytes_moved)]
+
+    def _bytes_moved(self, computation: str) -> int:
+        """Return the bytes that a computation reads and writes, also for its collectives."""
+        if computation not in self._moved:
+            self._moved[computation] = sum(
+                ran.times * self.traffic(ran.computation, ran.instruction).total
+                for ran in self._run(computation, 1, 0)
+            )
+        return self._moved[computation]
 
     def kernel(self, instruction: Instruction) -> Instruction | None:
         """Return the instruction if it is a Pallas kernel, or the kernel fused into it, or None.

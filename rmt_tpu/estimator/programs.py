@@ -323,7 +323,7 @@ def _schedules(target: Target, folder: Path, module: Module) -> dict[str, Schedu
     libtpu dumps only one schedule for several identical instructions, which all of them share.
     """
     parsed, keys = {}, {}
-    for ran in module.run():
+    for ran in module.taking("all").run():
         instruction = ran.instruction
         keys[instruction.name] = module.equality_key(ran.computation, instruction)
         bundles = folder / f"{instruction.name}.bundles.txt"

@@ -1,6 +1,7 @@
 """What a compiled program holds in memory and sends, exact where it can be counted by hand."""
 
 import importlib.util
+from collections import Counter
 
 import jax
 import jax.numpy as jnp
@@ -337,6 +338,73 @@ def test_what_goes_between_slices_is_told_apart():
     entry = module.computations["main"]
     computed = {name for name, i in entry.items() if not only_communicates(module, i)}
     assert computed == {"a", "t", "f", "l"}
+
+
+# Branches -------------------------------------------------------------------------------------
+
+# In each of 3 iterations, one of three branches, the largest of which has a conditional of its own.
+BRANCHES = """HloModule m
+
+%none (p: f32[8,128]) -> f32[8,128] {
+  ROOT %p = f32[8,128]{1,0} parameter(0)
+}
+
+%one (q: f32[8,128]) -> f32[8,128] {
+  %q = f32[8,128]{1,0} parameter(0)
+  ROOT %send.1 = f32[8,128]{1,0} collective-permute(%q), source_target_pairs={{0,1},{1,0}}
+}
+
+%two (r: f32[8,128]) -> f32[8,128] {
+  %r = f32[8,128]{1,0} parameter(0)
+  %send.2 = f32[8,128]{1,0} collective-permute(%r), source_target_pairs={{0,2},{2,0}}
+  %n = s32[] constant(0)
+  ROOT %inner = f32[8,128]{1,0} conditional(%n, %send.2, %send.2), branch_computations={%none, %one}
+}
+
+%body (t: (s32[], f32[8,128])) -> (s32[], f32[8,128]) {
+  %t = (s32[], f32[8,128]{1,0}) parameter(0)
+  %i = s32[] get-tuple-element(%t), index=0
+  %x = f32[8,128]{1,0} get-tuple-element(%t), index=1
+  %y = f32[8,128]{1,0} conditional(%i, %x, %x, %x), branch_computations={%one, %two, %none}
+  ROOT %o = (s32[], f32[8,128]{1,0}) tuple(%i, %y)
+}
+
+%condition (u: (s32[], f32[8,128])) -> pred[] {
+  %u = (s32[], f32[8,128]{1,0}) parameter(0)
+  %j = s32[] get-tuple-element(%u), index=0
+  %bound = s32[] constant(3)
+  ROOT %lt = pred[] compare(%j, %bound), direction=LT
+}
+
+ENTRY %main (a: (s32[], f32[8,128])) -> (s32[], f32[8,128]) {
+  %a = (s32[], f32[8,128]{1,0}) parameter(0)
+  ROOT %loop = (s32[], f32[8,128]{1,0}) while(%a), condition=%condition, body=%body
+}
+"""
+
+
+@pytest.mark.parametrize(
+    ("branches", "sent"),
+    [
+        ("costliest", {"send.1": 3, "send.2": 3}),
+        ("cheapest", {}),
+        ("all", {"send.1": 6, "send.2": 3}),
+    ],
+)
+def test_a_conditional_takes_one_branch(branches, sent):
+    """The figures of bytes, calls and launches are those of the same branches."""
+    module = Module(BRANCHES)
+    if branches != "costliest":
+        module = module.taking(branches)
+    times = Counter()
+    for ran in module.run():
+        if ran.instruction.opcode == "collective-permute":
+            times[ran.instruction.name] += ran.times
+    assert times == sent and module.launches() == sum(sent.values())
+    found = collectives(module, {"data": 2, "key": 2})
+    size = 4 * 8 * 128
+    assert sum(c.calls for c in found) == sum(sent.values())
+    assert sum(c.bytes for c in found) == size * sum(sent.values())
 
 
 # Topologies -----------------------------------------------------------------------------------
