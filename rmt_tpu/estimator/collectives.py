@@ -36,6 +36,9 @@ _BETWEEN = re.compile(r'_xla_megascale_transfer_type="(\w+)"')
 _RENDEZVOUS = re.compile(r'_xla_host_transfer_rendezvous="([^"]*)"')
 _MEMBERS = re.compile(r"_xla_megascale_target=\{(\{.*?\})\}")
 _OF_SLICES = re.compile(r'_xla_megascale_target="\{([\d,:]+)\}x\{([\d,:]+)\}"')
+# Instructions that take time, and custom calls that take none.
+_WORK = ("call", "conditional", "convolution", "custom-call", "dot", "fusion", "while")
+_NO_WORK = re.compile(r'custom_call_target="(AllocateBuffer|ConcatBitcast)"')
 _HOST_OPCODES = ("send", "send-done", "recv", "recv-done")
 _SLICE = 100_000  # The device ids of TPU slice n start at n times this number.
 _KIND_BETWEEN = {
@@ -138,14 +141,41 @@ def _collectives_of(module: Module, ran: Executed) -> Iterator[_FoundCollective]
     instruction = ran.instruction
     if (kind := kind_of(instruction)) is not None:
         scope = module.computations[ran.computation]
-        yield scope, instruction, kind, instruction.opcode.endswith("-start")
+        starts = instruction.opcode.endswith("-start")
+        yield scope, instruction, kind, starts and _is_hidden(module, scope, instruction)
     elif instruction.opcode in ("fusion", "async-start") and "calls" in instruction.called:
-        asynchronous = instruction.opcode == "async-start"
-        yield from _fused_collectives(module, instruction.called["calls"], asynchronous)
+        scope, starts = module.computations[ran.computation], instruction.opcode == "async-start"
+        hidden = starts and _is_hidden(module, scope, instruction)
+        yield from _fused_collectives(module, instruction.called["calls"], hidden)
+
+
+def _is_hidden(module: Module, scope: dict[str, Instruction], start: Instruction) -> bool:
+    """Return whether anything is computed from the start of a collective until it is complete.
+
+    If it is complete only after the end of its computation, as in a later iteration of a loop, the
+    result is true.
+    """
+    pending, meanwhile = {start.name}, []
+    for instruction in list(scope.values())[list(scope).index(start.name) + 1 :]:
+        if not pending.isdisjoint(instruction.operands):
+            if instruction.opcode.endswith("-done"):
+                return _computes(module, meanwhile)
+            if instruction.opcode.endswith("-update"):
+                pending.add(instruction.name)
+        meanwhile.append(instruction)
+    return True
+
+
+def _computes(module: Module, instructions: Sequence[Instruction]) -> bool:
+    """Return whether any instruction does work during which a collective can run."""
+    return any(
+        i.opcode in _WORK and not _NO_WORK.search(i.attributes) and not only_communicates(module, i)
+        for i in instructions
+    )
 
 
 def _fused_collectives(
-    module: Module, computation: str, asynchronous: bool
+    module: Module, computation: str, hidden: bool
 ) -> Iterator[_FoundCollective]:
     inside = module.computations[computation]
     starts = any(_STARTS in i.attributes for i in inside.values())
@@ -158,9 +188,9 @@ def _fused_collectives(
             if starts or not chained:
                 if kind == "all-reduce" and computation.startswith("all-reduce-scatter"):
                     kind = "reduce-scatter"
-                yield inside, instruction, kind, chained or asynchronous
+                yield inside, instruction, kind, chained or hidden
         elif instruction.opcode == "fusion":
-            yield from _fused_collectives(module, instruction.called["calls"], asynchronous)
+            yield from _fused_collectives(module, instruction.called["calls"], hidden)
 
 
 def _bytes_sent(
@@ -200,7 +230,7 @@ def _slice_collective(
         for axis, *indices in zip(mesh, *(places[i] for i in group), strict=True)
         if len(set(indices)) > 1
     }
-    devices = len(groups[0])
+    devices, hidden = len(groups[0]), _is_hidden_between(module, scope, instruction)
     own = sum(i // _SLICE == groups[0][0] // _SLICE for i in groups[0])
     operand = sum(array.size for name in instruction.operands[:1] for array in scope[name].arrays)
     if kind == "all-gather":
@@ -211,7 +241,7 @@ def _slice_collective(
         sent = (2 if kind == "all-reduce" else 1) * operand * (devices - own) // devices
     return Collective(
         kind, instruction.op_name, tuple(axis for axis in mesh if axis in differ), devices,
-        ran.times, sent * ran.times, _overlaps_work(instruction, scope), between_slices=True,
+        ran.times, sent * ran.times, hidden, between_slices=True,
     )  # fmt: skip
 
 
@@ -232,7 +262,7 @@ def _numbers(text: str) -> list[int]:
     return [n for part in parts for n in range(part[0], part[-1] + 1)]
 
 
-def _overlaps_work(send: Instruction, scope: dict[str, Instruction]) -> bool:
+def _is_hidden_between(module: Module, scope: dict[str, Instruction], send: Instruction) -> bool:
     """Return whether anything is computed from a `send` until the matching `recv` is complete."""
     rendezvous = _RENDEZVOUS.findall(send.attributes)
     answers = {
@@ -242,8 +272,7 @@ def _overlaps_work(send: Instruction, scope: dict[str, Instruction]) -> bool:
     }
     order = list(scope.values())
     done = [i.opcode == "recv-done" and bool(answers & {*i.operands}) for i in order]
-    meanwhile = order[list(scope).index(send.name) : done.index(True)]
-    return any(i.opcode in ("fusion", "while", "custom-call") for i in meanwhile)
+    return _computes(module, order[list(scope).index(send.name) : done.index(True)])
 
 
 # Finding the groups of devices in a collective ------------------------------------------------
