@@ -113,7 +113,9 @@ class StepTime:
       collectives: the time of all collectives if none overlaps with other work.
       overlapped: the time of those collectives that can overlap with other work.
       mfu: the model FLOPs utilization of a step that takes `total`. It is the model's FLOPs/s
-        divided by the peak of the devices. Only the causal half of attention is counted.
+        divided by the peak of the devices. In a train step and in a prompt, only the causal half of
+        attention is counted. A new token attends to the whole prompt. Of a part of a prompt, only
+        the last token has logits.
       unknown_loops: the number of loops with an unknown trip count. They count as one iteration.
     """
 
@@ -442,7 +444,7 @@ def _traffic(sent: Sequence[Collective]) -> tuple[CollectiveTraffic, ...]:
 
 
 def _time(report: Preflight, cost: StepCost, sent: Sequence[Collective]) -> StepTime:
-    config, target = report.config, report.target
+    target = report.target
     seconds = {part: cycles / target.clock for part, cycles in cost.parts.items()}
     duration = lambda sent: sent.bytes / target.network(sent.between_slices)
     assert set(PARTS) == {part for parts in GROUPS.values() for part in parts}
@@ -454,11 +456,20 @@ def _time(report: Preflight, cost: StepCost, sent: Sequence[Collective]) -> Step
         mfu=0.0,
         unknown_loops=cost.unknown_loops,
     )
-    if report.prompt is not None:
-        flops = cost.tokens * resources.causal_flops_per_token(config.model, report.prompt.tokens)
-    else:
-        forward = resources.causal_flops_per_token(config.model, config.data.seq_len)
-        flops = resources.train_flops(forward, cost.tokens)
     peak = report.devices * target.peak_flops
-    mfu = flops / (time.total * peak) if time.total else 0.0
+    mfu = _model_flops(report) / (time.total * peak) if time.total else 0.0
     return dataclasses.replace(time, mfu=mfu)
+
+
+def _model_flops(report: Preflight) -> int | float:
+    """Return the FLOPs of a step that the model needs, on all devices together."""
+    model, prompt, tokens = report.config.model, report.prompt, report.tokens
+    if prompt is None:
+        forward = resources.causal_flops_per_token(model, report.config.data.seq_len)
+        return resources.train_flops(forward, tokens)
+    if prompt.rows is not None:
+        return tokens * resources.flops_per_token(model, prompt.tokens)
+    # Only the last token of a part has logits.
+    unembedding = resources.forward_flops(model, prompt.tokens)["unembedding"]
+    mean = resources.causal_flops_per_token(model, prompt.tokens)
+    return tokens * mean - (tokens - 1) * unembedding

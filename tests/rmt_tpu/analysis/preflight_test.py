@@ -24,10 +24,12 @@ from rmt_tpu.estimator import (
     Buffer,
     Failure,
     Job,
+    Program,
     compile_jobs,
     parse_topology,
 )
 from rmt_tpu.estimator.calibration import error_bar
+from rmt_tpu.estimator.hlo import Module
 from rmt_tpu.training import memory_check
 from rmt_tpu.training.run import prepare
 
@@ -234,6 +236,49 @@ def test_what_does_not_fit(monkeypatch):
     assert "5.50 over the limit" in text and "ESTIMATE" not in text
     for step in advice(report):
         assert step.flags in text
+
+
+# A copy, and another one in a branch.
+COPIES = """HloModule m
+
+%kept (p: f32[1024,1024]) -> f32[1024,1024] {
+  ROOT %p = f32[1024,1024]{1,0} parameter(0)
+}
+
+%copied (q: f32[1024,1024]) -> f32[1024,1024] {
+  %q = f32[1024,1024]{1,0} parameter(0)
+  ROOT %c.1 = f32[1024,1024]{1,0} copy(%q)
+}
+
+ENTRY %main (a: f32[1024,1024], n: s32[]) -> f32[1024,1024] {
+  %a = f32[1024,1024]{1,0} parameter(0)
+  %n = s32[] parameter(1)
+  %c = f32[1024,1024]{1,0} copy(%a)
+  ROOT %r = f32[1024,1024]{1,0} conditional(%n, %c, %c), branch_computations={%kept, %copied}
+}
+"""
+
+
+@pytest.mark.parametrize("rows", [None, 4])
+def test_model_flops_and_branches_of_a_prompt(monkeypatch, rows):
+    """A part has logits of one token; new tokens attend to the whole prompt, and are greedy."""
+    target, given = parse_topology("v5e:1x1"), config("llama-tiny")
+    info = {"mesh": {"data": 1}, "ids": None}
+    memory = {"argument": 32, "generated_code": 0}
+    nothing = Assignment((), (), 0, 0)
+    program = Program(target, Module(COPIES), {}, memory, 1.0, [], nothing, info)
+    outcome(monkeypatch, program)
+    time = preflight(given, target, prompt=Prompt(512, part=128, rows=rows)).time
+    copy = 2 * 4 * 1024**2 / target.bandwidth
+    assert time.total == pytest.approx(copy if rows else 2 * copy)
+    model = given.model
+    if rows:
+        flops = rows * 8 * resources.flops_per_token(model, 512)
+    else:
+        parts = [resources.forward_flops(model, n) for n in range(1, 513)]
+        layers = sum(sum(p.values()) - p["embedding"] - p["unembedding"] for p in parts) / 512
+        flops = 128 * layers + parts[0]["unembedding"]
+    assert time.mfu * time.total * target.peak_flops == pytest.approx(flops)
 
 
 # What to change ----------------------------------------------------------------------------------
