@@ -22,6 +22,8 @@ from typing import Any, Literal
 
 import jax
 
+import pallas_kernels
+import rmt_tpu
 import sharding
 from pallas_kernels import tuned
 from pallas_kernels.causal_attention.block_sizes import Blocks, computed_share
@@ -44,7 +46,7 @@ from rmt_tpu.estimator import (
     versions,
     work_of,
 )
-from rmt_tpu.runs.environment import describe
+from rmt_tpu.runs.environment import describe, source_hash
 from rmt_tpu.storage import Folder
 from rmt_tpu.training.run import resolve_auto
 
@@ -191,6 +193,9 @@ def sweep(
     request: dict[str, Any] = {"row": dataclasses.asdict(row), "side": side}
     request["versions"] = versions() | {"maxtext": maxtext.VERSION}
     request["commit"] = describe()["git_commit"]
+    # The commits of all changed checkouts of one commit have the same name.
+    request["source"] = source_hash(pallas_kernels, rmt_tpu, sharding)
+    request["blocks"] = tuned.fingerprint()
     # The worker starts its process when it compiles for the first time.
     with contextlib.closing(Worker(target, buffers=True)) as worker:
         for choice in itertools.islice(_choices(side, found), compiles):

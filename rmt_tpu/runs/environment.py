@@ -1,5 +1,6 @@
 """A description of how a run was started: command, code, versions, host and devices."""
 
+import hashlib
 import json
 import os
 import platform
@@ -10,6 +11,7 @@ import sys
 import time
 from importlib import metadata
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import jax
@@ -59,6 +61,16 @@ def code(root: Path) -> dict[str, Any]:
         return {"code": "files", "git_commit": None}
     found = {"code": "wheel", "git_commit": built.get("git_commit")}
     return found | ({"wheel": wheel} if (wheel := _wheel(root)) else {})
+
+
+def source_hash(*packages: ModuleType) -> str:
+    """Return a hash of the names and contents of all Python files of packages."""
+    digest = hashlib.sha256()
+    for package in packages:
+        folder = Path(package.__file__).parent
+        for path in sorted(folder.rglob("*.py")):
+            digest.update(path.relative_to(folder).as_posix().encode() + path.read_bytes())
+    return digest.hexdigest()
 
 
 def _wheel(root: Path) -> dict[str, str]:

@@ -35,6 +35,7 @@ from rmt_tpu.data import Batch
 from rmt_tpu.distributed import processes
 from rmt_tpu.errors import RunError
 from rmt_tpu.execution.kernels import preferred
+from rmt_tpu.runs.environment import source_hash
 from rmt_tpu.storage import Folder
 from rmt_tpu.training.run import PreparedRun
 
@@ -283,16 +284,8 @@ def record_key(name: str, call: str, kernels: str) -> dict[str, str]:
         "jaxlib": version("jaxlib"),
         "compiler": device.client.platform_version,
         "blocks": tuned.fingerprint(),
-        "source": _source(),
+        "source": source_hash(pallas_kernels),
     }
-
-
-def _source() -> str:
-    folder = Path(pallas_kernels.__file__).parent
-    digest = hashlib.sha256()
-    for path in sorted(folder.rglob("*.py")):
-        digest.update(path.relative_to(folder).as_posix().encode() + path.read_bytes())
-    return digest.hexdigest()
 
 
 def _path(key: Mapping[str, str]) -> Path:

@@ -84,6 +84,17 @@ def test_steps_that_do_not_fit_are_kept(stopped, tmp_path):
     assert again == steps[:2] and stopped.jobs == len(steps) == peers.MOST_COMPILES
 
 
+@pytest.mark.parametrize("changed", ["source_hash", "tuned.fingerprint"])
+def test_steps_of_other_code_or_tables_are_compiled_again(stopped, tmp_path, monkeypatch, changed):
+    """Checkouts with changes have the same commit, whatever the changes are."""
+    folder = open_folder(str(tmp_path))
+    peers.sweep(ROW, "rmt_tpu", V5E, folder, compiles=1)
+    monkeypatch.setattr(f"rmt_tpu.analysis.peers.{changed}", lambda *packages: "other")
+    for _ in range(2):
+        peers.sweep(ROW, "rmt_tpu", V5E, folder, compiles=1)
+    assert stopped.jobs == 2 and len(list(tmp_path.iterdir())) == 2
+
+
 @pytest.mark.parametrize("attention,share", [("default", 10 / 16), ("1024 fused", 3 / 4)])
 def test_blocks_above_the_diagonal_are_skipped(attention, share):
     for kernel in ("splash_mha_fwd_segmented_residuals.4", "splash_mha_dkv_no_residuals"):

@@ -1,6 +1,7 @@
 """What a run leaves beside its checkpoints, where it cannot be written or made."""
 
 import json
+from types import ModuleType
 
 import pytest
 
@@ -124,3 +125,14 @@ def test_metrics_without_a_checkpoint_are_set_aside(tmp_path):
         archive_metrics(open_folder(tmp_path))
     assert not (tmp_path / "metrics.jsonl").exists()
     assert (tmp_path / "metrics.old.jsonl").read_text() == '{"step": 1}\n'
+
+
+def test_a_hash_of_sources_changes_with_names_and_contents(tmp_path):
+    (tmp_path / "__init__.py").write_text("")
+    package = ModuleType("package")
+    package.__file__ = str(tmp_path / "__init__.py")
+    hashes = [environment.source_hash(package)]
+    for name, text in [("a.py", "x = 1"), ("a.py", "x = 2"), ("notes.txt", "y"), ("a.py", "x = 1")]:
+        (tmp_path / name).write_text(text)
+        hashes.append(environment.source_hash(package))
+    assert hashes[2] == hashes[3] and hashes[1] == hashes[4] and len(set(hashes)) == 3
