@@ -25,9 +25,16 @@ import sharding
 from rmt_tpu import cost as resources
 from rmt_tpu.analysis.attention_forms import AttentionForm, attention_forms
 from rmt_tpu.analysis.prompt import Prompt, lower_prompt, sizes_of
-from rmt_tpu.analysis.step_cost import PARTS, StepCost, assignment_of, lower_config, step_cost
+from rmt_tpu.analysis.step_cost import (
+    PARTS,
+    StepCost,
+    assignment_of,
+    lower_config,
+    raise_usage,
+    step_cost,
+)
 from rmt_tpu.config import RunConfig, overrides
-from rmt_tpu.errors import RunError, UsageError
+from rmt_tpu.errors import RunError
 from rmt_tpu.estimator import (
     Assignment,
     Collective,
@@ -351,9 +358,8 @@ def _compiled_preflight(config: RunConfig, prompt: Prompt | None, program: Progr
 def _failed_preflight(
     config: RunConfig, target: Target, prompt: Prompt | None, failure: Failure
 ) -> Preflight:
+    raise_usage(failure)
     message = failure.message.removeprefix(f"{failure.error}: ")
-    if failure.error in ("MeshError", "UsageError"):
-        raise UsageError(message)
     if failure.assignment is None or _NO_MEMORY not in message:
         raise RunError(f"the step does not compile for {target.label}: {message}")
     memory, gaps, buffers = _memory(failure.assignment)

@@ -25,7 +25,7 @@ import sharding
 from rmt_tpu.config import RunConfig, overrides
 from rmt_tpu.config.presets import run
 from rmt_tpu.data import Batch
-from rmt_tpu.errors import RunError
+from rmt_tpu.errors import RunError, UsageError
 from rmt_tpu.estimator import (
     BEST_GUESS,
     MODELS,
@@ -231,7 +231,8 @@ def step_costs(
     After each step is compiled, `progress` is called with a line of text.
 
     Raises:
-      UsageError: a preset or a change is not legal.
+      UsageError: a preset or a change is not legal, or the step's mesh or a size does not fit one
+        chip.
       CompilerError: there is no compiler.
       RunError: a step does not compile; the message states the reason.
     """
@@ -241,11 +242,22 @@ def step_costs(
     with contextlib.closing(compile_jobs(target, jobs, progress, buffers=True)) as compiled:
         for step, config, program in zip(steps, configs, compiled, strict=True):
             if isinstance(program, Failure):
+                raise_usage(program)
                 why = f"{step.preset} does not compile for {target.name}: {program.message}"
                 raise RunError(why)
             tokens = config.train.batch_size * config.data.seq_len
             costs.append(step_cost(step.preset, tokens, program))
     return costs
+
+
+def raise_usage(failure: Failure) -> None:
+    """Raise the failure of a job as a `UsageError` if flags or the config are its reason.
+
+    Raises:
+      UsageError: the failure was an `UsageError` or a `MeshError`.
+    """
+    if failure.error in ("MeshError", "UsageError"):
+        raise UsageError(failure.message.removeprefix(f"{failure.error}: "))
 
 
 def lower_step(device: jax.Device, **step: Any) -> jax.stages.Lowered:

@@ -101,6 +101,14 @@ def test_temporary_memory_is_what_the_compiler_sets_apart():
         a_step(None)
 
 
+@pytest.mark.parametrize("error", ["MeshError", "UsageError"])
+def test_a_mesh_of_more_chips_is_an_error_of_usage(monkeypatch, error):
+    failure = Failure(f"{error}: the mesh 'tensor=2' needs 2", error)
+    monkeypatch.setattr(step_cost, "compile_jobs", lambda *args, **options: (x for x in [failure]))
+    with pytest.raises(UsageError, match="^the mesh 'tensor=2' needs 2$"):
+        step_costs([small("rmt-tiny")], TARGET)
+
+
 @pytest.mark.parametrize("count", [1, 12])
 def test_a_long_note_stays_within_the_picture(tmp_path, monkeypatch, count):
     figures, save = [], Figure.savefig
