@@ -126,6 +126,7 @@ _MATRIX_128 = MatrixUnit(size=128, units=4, rows16=16, rows8_float32=8)
 _MATRIX_256 = MatrixUnit(size=256, units=2, rows16=8, rows8_float32=4)
 _MIB = 2**20
 _GIB = 2**30
+_SIDE = 16  # The largest side of a topology with two dimensions; libtpu aborts on a v5e with more.
 _HOST = 4  # The number of chips per host, which libtpu needs for topologies with fewer chips.
 
 
@@ -239,13 +240,14 @@ def parse_topology(text: str, slices: int = 1) -> Target:
     # A host in a slice has 2x2 chips; only the smallest topologies have hosts with one or two
     # chips.
     hosts = len(sizes) == 1 or max(sizes) == 1 or all(n % 2 == 0 for n in sizes[:2])
-    if min(sizes) < 1 or not hosts or math.prod(sizes) > device.max_chips:
+    largest = _SIDE if len(sizes) == 2 else math.inf
+    if min(sizes) < 1 or not hosts or max(sizes) > largest or math.prod(sizes) > device.max_chips:
         raise ValueError(f"{text!r} is not a topology of {name}; legal: {_LEGAL}")
     return dataclasses.replace(device, topology=text, slices=slices)
 
 
 _LEGAL = (
-    "v5e:AxB and v6e:AxB (A and B even, like v5e:4x4, up to 16x16; or 1x1), v5p:AxBxC and "
+    "v5e:AxB and v6e:AxB (A and B even and at most 16, like v5e:4x4; or 1x1), v5p:AxBxC and "
     "tpu7x:AxBxC (A and B even, like v5p:4x4x8; or 1x1x1), a100:N, h100:N, h200:N and b200:N "
     "(N up to 8)"
 )

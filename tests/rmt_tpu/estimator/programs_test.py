@@ -240,6 +240,8 @@ def test_topologies(name, shape, options):
         "v5e:3x3",
         "v5e:2x2x1",
         "v5e:16x32",
+        "v5e:2x128",
+        "v6e:32x8",
         "v5e:axb",
         "v5p:2x2",
         "v6e:0x2",
