@@ -32,10 +32,10 @@ class OpRow:
       op, case, direction: the op, its case and "forward" or "training", which identify the call.
       device: the name of the chip.
       bandwidth: the chip's HBM bandwidth in bytes/s, or None if unknown.
-      kernel: the name of the kernel implementation.
+      kernel: the name of the kernel implementation, or None if the device has none.
       work: the minimum bytes and the FLOPs of the call.
       seconds, portable_seconds: the time of a call with the kernel and in plain JAX, in seconds;
-        None if the call failed.
+        None if the call failed or if there is no kernel.
       cost, portable_cost: the estimated costs of the two compiled programs; None if the call was
         timed on a device or failed.
       failures: maps an implementation that could not be compiled or run to the reason.
@@ -46,7 +46,7 @@ class OpRow:
     direction: Direction
     device: str
     bandwidth: float | None
-    kernel: str
+    kernel: str | None
     work: MinimumWork
     seconds: float | None
     portable_seconds: float | None
@@ -148,23 +148,26 @@ def time_ops(
 ) -> list[OpRow]:
     """Time calls of ops on a device of this machine.
 
-    The timed calls are the cases named in `only`, or all cases if `only` is None.
+    The timed calls are the cases named in `only`, or all cases if `only` is None. An op without a
+    kernel for the device is timed only in plain JAX.
     """
     known = chip_of(device.device_kind)
     bandwidth = (known.bandwidth or None) if known else None
     rows = []
     for op, case, direction in _calls(ops, only):
-        kernel, failures = OPS[op].kernels.get(device.platform, PORTABLE), {}
-        seconds: list[float | None] = [None, None]
+        kernel, failures = OPS[op].kernels.get(device.platform), {}
+        timed = (PORTABLE,) if kernel is None else (kernel, PORTABLE)
+        seconds: dict[str, float] = {}
         try:
-            seconds = measure(cases(op)[case], direction, (kernel, PORTABLE), device)
+            found = measure(cases(op)[case], direction, timed, device)
+            seconds = dict(zip(timed, found, strict=True))
         # A call that fails gets a row with the reason, and the report continues.
         except Exception as error:
-            failures[kernel] = " ".join(f"{type(error).__name__}: {error}".split())[:400]
+            failures[timed[0]] = " ".join(f"{type(error).__name__}: {error}".split())[:400]
         work = cases(op)[case].work(direction)
         rows.append(
-            OpRow(op, case, direction, device.device_kind, bandwidth, kernel, work, *seconds,
-                  failures=failures)
+            OpRow(op, case, direction, device.device_kind, bandwidth, kernel, work,
+                  kernel and seconds.get(kernel), seconds.get(PORTABLE), failures=failures)
         )  # fmt: skip
         if progress is not None:
             progress(f"{device.device_kind}: {op} {case} {direction}")

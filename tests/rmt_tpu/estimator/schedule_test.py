@@ -594,3 +594,11 @@ def test_measured_rows(clock, monkeypatch):
     table = report.op_table([slow, missing])
     assert f"| {slow.seconds * 1e6:.1f} | {slow.portable_seconds * 1e6:.1f} |" in table
     assert "cpu, no_op small, forward, nothing: KeyError" in report.failure_lines([slow, missing])
+
+
+def test_an_op_without_a_kernel_for_the_device_has_only_the_time_of_plain_jax(clock, monkeypatch):
+    monkeypatch.setitem(OPS, "tpu_op", Op(lambda: [small_case(clock)], {"tpu": "slow"}))
+    row, _ = report.time_ops(["tpu_op"], jax.devices()[0])
+    assert (row.kernel, row.seconds, row.speedup) == (None, None, None)
+    assert row.portable_seconds == 1.0 and not row.failures
+    assert "| tpu_op | small | forward | cpu | - | 1000000.0 | - |" in report.op_table([row])
