@@ -43,8 +43,8 @@ class Entry:
         estimated time.
       default_seconds: the time of a call with `default_blocks`, in the form of `seconds`.
       default_blocks: the block sizes that the heuristic selected when this entry was made.
-      implementation: the fastest implementation, if it is not this entry's kernel. Only entries for
-        GPUs have this field.
+      implementation: the fastest implementation of the call, which may be this entry's kernel. Only
+        entries for GPUs have this field.
       versions: the names and versions of the software that compiled and measured the kernel.
       date: the date of the search, as YYYY-MM-DD.
       table: the name of the table from which the entry was copied. Only the records of a run have

@@ -135,7 +135,7 @@ def paired_test(found: Sequence[float]) -> PairedTest:
 
     def lacks(shift: float) -> float:
         """Return the test's power minus 0.8 if the true mean is `shift` standard errors from 0."""
-        # The other tail of the distribution is negligible: its probability is below 1e-8.
+        # The other tail of the distribution is negligible: its probability is at most about 1e-6.
         return stats.nct.sf(edge, freedom, shift) - 0.8
 
     detectable = optimize.brentq(lacks, 0.0, 100.0) * s / math.sqrt(count)
