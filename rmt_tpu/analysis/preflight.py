@@ -5,8 +5,9 @@ present. A program of the text generator can be checked too (see `prompt`).
 
 The contents of memory come from XLA's buffer assignment, which exists even if a program does not
 fit. The time is an estimate (see `step_cost`). A collective takes as long as a device needs to send
-its bytes. The bandwidth within a slice is the manufacturer's figure for all links of the device.
-Between slices, it is the device's share of the data center's network.
+its bytes. The bandwidth within a slice is the manufacturer's figure for all links of the device;
+the upper end of the range counts only the links that the collective can use (see
+`estimator.links`). Between slices, it is the device's share of the data center's network.
 
 Each conditional takes its most expensive branch. In the program that generates tokens it takes the
 cheapest one, because the branches are ways of sampling: the estimate is that of greedy steps.
@@ -44,6 +45,7 @@ from rmt_tpu.estimator import (
     Target,
     collectives,
     compile_jobs,
+    seconds_on_links,
 )
 from rmt_tpu.training.run import resolve_auto
 
@@ -118,6 +120,7 @@ class StepTime:
       parts: maps each of GROUPS to its time in the best-guess cost model, without collectives.
       by_model: maps each of `estimator.MODELS` to the time of all parts together.
       collectives: the time of all collectives if none overlaps with other work.
+      slow_collectives: the same, if each collective uses only the links of its mesh axes.
       overlapped: the time of those collectives that can overlap with other work.
       mfu: the model FLOPs utilization of a step that takes `total`. It is the model's FLOPs/s
         divided by the peak of the devices. In a train step and in a prompt, only the causal half of
@@ -129,6 +132,7 @@ class StepTime:
     parts: dict[str, float]
     by_model: dict[str, float]
     collectives: float
+    slow_collectives: float
     overlapped: float
     mfu: float
     unknown_loops: int
@@ -152,11 +156,11 @@ class StepTime:
     def range(self) -> tuple[float, float]:
         """The range of the step's time in seconds over the cost models, as a pair.
 
-        The lower end is the smallest `least` of any cost model, and the upper end is the largest
-        `total` of any.
+        The lower end is the smallest `least` of any cost model. The upper end is the largest time
+        of any, with `slow_collectives`.
         """
         shortest, longest = min(self.by_model.values()), max(self.by_model.values())
-        return self._hidden(shortest), longest + self.collectives
+        return self._hidden(shortest), longest + self.slow_collectives
 
     def mfu_of(self, seconds: float) -> float:
         """Return the model FLOPs utilization of a step that takes `seconds`."""
@@ -352,7 +356,7 @@ def _compiled_preflight(config: RunConfig, prompt: Prompt | None, program: Progr
     if not fits or target.matrix is None:
         return report
     cost = step_cost(target.topology, report.tokens, program)
-    return dataclasses.replace(report, time=_time(report, cost, sent))
+    return dataclasses.replace(report, time=_time(report, cost, sent, program.info["coordinates"]))
 
 
 def _failed_preflight(
@@ -449,7 +453,12 @@ def _traffic(sent: Sequence[Collective]) -> tuple[CollectiveTraffic, ...]:
     return tuple(sorted(found, key=lambda traffic: -traffic.bytes))
 
 
-def _time(report: Preflight, cost: StepCost, sent: Sequence[Collective]) -> StepTime:
+def _time(
+    report: Preflight,
+    cost: StepCost,
+    sent: Sequence[Collective],
+    coordinates: Sequence[Sequence[int]] | None,
+) -> StepTime:
     target = report.target
     seconds = {part: cycles / target.clock for part, cycles in cost.parts.items()}
     duration = lambda sent: sent.bytes / target.network(sent.between_slices)
@@ -458,6 +467,9 @@ def _time(report: Preflight, cost: StepCost, sent: Sequence[Collective]) -> Step
         parts={group: sum(seconds[p] for p in parts) for group, parts in GROUPS.items()},
         by_model={name: cycles / target.clock for name, cycles in cost.by_model.items()},
         collectives=sum((duration(c) for c in sent), start=0.0),
+        slow_collectives=sum(
+            (seconds_on_links(c, target, report.mesh, coordinates) for c in sent), start=0.0
+        ),
         overlapped=sum((duration(c) for c in sent if c.overlaps), start=0.0),
         mfu=0.0,
         unknown_loops=cost.unknown_loops,

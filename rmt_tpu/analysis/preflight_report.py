@@ -179,7 +179,7 @@ def _collectives(report: Preflight) -> str:
     ]
     title = (
         f"collectives of a step; ASSUMED: {target.interconnect / 1e9:.0f} GB/s out of a device, "
-        "the maker's figure for all links together"
+        'the maker\'s figure for all links together ("most" below: those that an axis can use)'
     )
     if target.slices > 1:
         title += (

@@ -137,10 +137,21 @@ def _lowered_steps(
 
 
 def sizes_of(mesh: Mesh) -> dict[str, Any]:
-    """Return the axis sizes of a mesh, and its device ids if there are several slices."""
+    """Return what collectives need to know of a mesh, as JSON values.
+
+    "mesh" has the sizes of its axes, and "ids" the ids of its devices if there are several slices.
+    "coordinates" has the coordinates of each device's chip, or None for GPUs.
+    """
     devices = mesh.devices.flatten().tolist()
     several = len({getattr(device, "slice_index", 0) for device in devices}) > 1
-    return {"mesh": dict(mesh.shape), "ids": [d.id for d in devices] if several else None}
+    coordinates = None
+    if all(hasattr(device, "coords") for device in devices):
+        coordinates = [list(device.coords) for device in devices]
+    return {
+        "mesh": dict(mesh.shape),
+        "ids": [d.id for d in devices] if several else None,
+        "coordinates": coordinates,
+    }
 
 
 def placed_decoder(config: ModelConfig, mesh: Mesh) -> Decoder:

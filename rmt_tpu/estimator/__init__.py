@@ -9,6 +9,7 @@ from rmt_tpu.estimator.cost import (
     program_cost,
     work_of,
 )
+from rmt_tpu.estimator.links import seconds_on_links
 from rmt_tpu.estimator.memory import Assignment, Buffer
 from rmt_tpu.estimator.programs import (
     CompilerError,
@@ -44,6 +45,7 @@ __all__ = [
     "lower",
     "parse_topology",
     "program_cost",
+    "seconds_on_links",
     "versions",
     "work_of",
 ]

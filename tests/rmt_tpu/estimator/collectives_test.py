@@ -1,10 +1,13 @@
 """What a compiled program sends, from texts of programs that can be counted by hand."""
 
+import dataclasses
 import re
 from collections import Counter
 
+import numpy as np
 import pytest
 
+from rmt_tpu.estimator import Collective, parse_topology, seconds_on_links
 from rmt_tpu.estimator.collectives import (
     axes_of,
     collectives,
@@ -256,3 +259,45 @@ def test_a_conditional_takes_one_branch(branches, sent):
     size = 4 * 8 * 128
     assert sum(c.calls for c in found) == sum(sent.values())
     assert sum(c.bytes for c in found) == size * sum(sent.values())
+
+
+# Links ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("topology", "mesh", "axes", "links"),
+    [
+        ("v5e:2x2", {"data": 2, "key": 2}, ("key",), 1),
+        ("v5e:2x2", {"data": 2, "key": 2}, ("data", "key"), 2),
+        ("v5e:4x4", {"data": 4, "key": 4}, ("data",), 1),
+        ("v5e:16x16", {"data": 16, "key": 16}, ("data",), 2),
+        ("v5e:16x16", {"data": 16, "key": 16}, ("data", "key"), 4),
+        ("v5e:16x16", {"data": 32, "key": 8}, ("key",), 1),
+        ("v5e:16x16", {"data": 16, "key": 16}, ("?",), 4),
+        ("v5p:4x4x8", {"data": 16, "key": 8}, ("key",), 2),
+        ("v5p:4x4x8", {"data": 16, "key": 8}, ("data",), 4),
+        ("v5p:2x2x4", {"data": 4, "key": 4}, ("key",), 1),
+        ("v5p:2x2x4", {"data": 4, "key": 4}, ("data",), 2),
+    ],
+)
+def test_links_that_a_collective_can_use(topology, mesh, axes, links):
+    target = parse_topology(topology)
+    coordinates = [[*at, 0][:3] for at in np.ndindex(target.shape)]
+    sent = Collective("all-gather", "", axes, 2, calls=1, bytes=10**9, overlaps=False)
+    link = target.interconnect / (2 * len(target.shape))
+    expected = 1e9 / (links * link)
+    assert seconds_on_links(sent, target, mesh, coordinates) == pytest.approx(expected)
+    passed = dataclasses.replace(sent, kind="collective-permute")
+    one = 1e9 / link if axes != ("?",) else expected
+    assert seconds_on_links(passed, target, mesh, coordinates) == pytest.approx(one)
+
+
+def test_all_links_count_where_a_collectives_links_are_unknown():
+    sent = Collective("all-gather", "", ("data",), 2, calls=1, bytes=10**9, overlaps=False)
+    gpus = parse_topology("h100:2")
+    assert seconds_on_links(sent, gpus, {"data": 2}, None) == 1e9 / gpus.interconnect
+    # Two cores of a chip, and two slices.
+    chip, both = parse_topology("tpu7x:1x1x1"), 2 * [[0, 0, 0]]
+    assert seconds_on_links(sent, chip, {"data": 2}, both) == 1e9 / chip.interconnect
+    between = dataclasses.replace(sent, between_slices=True)
+    assert seconds_on_links(between, chip, {"data": 2}, both) == 1e9 / chip.dcn
