@@ -233,7 +233,9 @@ def _stored(sizes, ref, slot):
     x = ref.x[slot]
     if not sizes.R:
         return x, None
-    written = _product(sizes, ref, ref.w.T, ref.y.at[slot])
+    # The padding's keys are 0, but 0 times NaN or infinity is NaN. The padding must stay 0, because
+    # it is written back to the slot, and the copy of the slot's next token does not replace it.
+    written = _inside(sizes, _product(sizes, ref, ref.w.T, ref.y.at[slot]))
     if x.dtype != jnp.int16:
         return (x.astype(jnp.float32) + written).astype(x.dtype), None
     total = x.astype(jnp.int32) + _steps(sizes, written)
