@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.key_vector.interface import FRACTION_BITS
 from rmt_tpu.estimator.ops import Direction, OpCase
 from rmt_tpu.estimator.programs import lower
 
@@ -135,24 +136,28 @@ def device_events(folder: Path) -> list[tuple[str, float, float]]:
 def draw(shapes: Sequence[Any], counts: Mapping[int, int] | None = None) -> list[Any]:
     """Return random arguments with the given shapes and dtypes.
 
-    Floating-point arrays are random, boolean arrays are True, and integer arrays are 0.
+    Floating-point arrays are normally distributed, and so are int16 arrays, in steps of 1/512, as
+    entries of a residual are stored. Boolean arrays are True, and other integer arrays are 0.
 
     Args:
       shapes: trees of shapes and dtypes.
-      counts: maps the index of an integer argument to its value; other integer arguments are 0.
+      counts: maps the index of an integer argument to its value, in place of 0.
     """
     flat, structure = jax.tree.flatten(list(shapes))
-    key = jax.random.key(0)
-    drawn = [
-        jax.random.normal(jax.random.fold_in(key, n), x.shape, x.dtype)
-        if jnp.issubdtype(x.dtype, jnp.floating)
-        else jnp.full(x.shape, x.dtype == jnp.bool_, x.dtype)
-        for n, x in enumerate(flat)
-    ]
+    drawn = [_drawn(jax.random.fold_in(jax.random.key(0), n), x) for n, x in enumerate(flat)]
     arguments = jax.tree.unflatten(structure, drawn)
     for index, value in (counts or {}).items():
         arguments[index] = jnp.full_like(arguments[index], value)
     return arguments
+
+
+def _drawn(key: jax.Array, x: jax.ShapeDtypeStruct) -> jax.Array:
+    if jnp.issubdtype(x.dtype, jnp.floating):
+        return jax.random.normal(key, x.shape, x.dtype)
+    if x.dtype == jnp.int16:
+        steps = 2**FRACTION_BITS * jax.random.normal(key, x.shape)
+        return jnp.round(steps).astype(x.dtype)
+    return jnp.full(x.shape, x.dtype == jnp.bool_, x.dtype)
 
 
 def program_arguments(

@@ -117,6 +117,9 @@ class TuningCall:
       donated: the indices of the arguments that the results may overwrite.
       counts: the values of integer arguments by argument index; other integer arguments are 0.
       spared: the number of bytes of arguments and results that no implementation needs to move.
+      complete: a function of random arguments that returns the arguments to call with. It replaces
+        those that are results of others, such as the log-sum-exps of a backward pass: with others,
+        exponentials overflow, and a check compares NaN with NaN.
     """
 
     function: Callable[[ModuleType], Callable[..., Any]]
@@ -126,6 +129,7 @@ class TuningCall:
     donated: tuple[int, ...] = ()
     counts: Mapping[int, int] = dataclasses.field(default_factory=dict)
     spared: int = 0
+    complete: Callable[..., tuple[Any, ...]] = lambda *arguments: arguments
 
     def bytes(self) -> int:
         """Return the bytes of all operands and results, except `spared`, each moved once."""
@@ -363,7 +367,13 @@ def _depth_call(op, modules, key: Values, tokens: int) -> TuningCall:
         return TuningCall(function, *modules, operands, counts=counts)
     back = lambda m, *a: m.partial_backward(Partial(*a[:3]), PartialCotangents(*a[3:]), **epsilon)
     arguments = (*operands, *size.partial_cotangents((tokens,), key["dtype"]))
-    return TuningCall(lambda m: functools.partial(back, m), *modules, arguments, (6,), counts)
+
+    def complete(queries, sources, count, _, *cotangents):
+        own = Partial(queries, sources, count)
+        return *own[:3], depth_portable.partial(own, **epsilon)[1], *cotangents
+
+    function = lambda m: functools.partial(back, m)
+    return TuningCall(function, *modules, arguments, (6,), counts, complete=complete)
 
 
 _DEPTH_OPS = {
@@ -436,11 +446,17 @@ def _attention_call(op, key: Values, tokens: int) -> TuningCall:
         run = functools.partial(getattr(module, portable), kv_heads=G, rows=rows)
         return lambda operands, *attended: run(operands._replace(scale=D**-0.5), *attended)
 
-    arguments = (operands,)
-    if op.endswith("backward"):
-        attended = data(B, N, H, Dv), _array(B, N, H), data(B, N, H, Dv)
-        arguments += (ResultsAndCotangent(*attended),)
-    return TuningCall(function, attention_tpu, attention_portable, arguments)
+    if op.endswith("forward"):
+        return TuningCall(function, attention_tpu, attention_portable, (operands,))
+
+    def complete(operands, results):
+        own = operands._replace(scale=D**-0.5)
+        attended = attention_portable.attention_forward(own, kv_heads=G, rows=rows)
+        return operands, ResultsAndCotangent(*attended, results.d_out)
+
+    results = ResultsAndCotangent(data(B, N, H, Dv), _array(B, N, H), data(B, N, H, Dv))
+    modules = attention_tpu, attention_portable
+    return TuningCall(function, *modules, (operands, results), complete=complete)
 
 
 def _attention() -> Iterator[tuple[tuple[str, str], Space]]:

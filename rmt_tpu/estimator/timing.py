@@ -28,7 +28,7 @@ def time_candidates(
     has the key None.
     """
     call = SPACES[problem.platform, problem.kernel].call(dict(problem.key), problem.tokens)
-    arguments = draw(call.arguments, call.counts)
+    arguments = jax.jit(call.complete)(*draw(call.arguments, call.counts))
     programs = {None: _compiled(device, problem, call, None)}
     plain = _results(programs[None], call, arguments)
     timings: dict[tuned.Blocks | None, Timing] = {}

@@ -227,6 +227,23 @@ def test_results_are_held_to_plain_ones():
     assert timing.wrong([float("nan")], [1.0])
 
 
+@pytest.mark.parametrize("kernel", ["attention_backward", "depth_attention_partial_backward"])
+def test_a_backward_pass_is_timed_with_results_of_its_forward_pass(kernel):
+    """With any others, exponentials overflow."""
+    call = SPACES["tpu", kernel].call(dict(problem("tpu", kernel).key), 16)
+    kinds = lambda tree: jax.tree.map(lambda x: (x.shape, x.dtype), list(tree))
+    assert kinds(jax.eval_shape(call.complete, *call.arguments)) == kinds(call.arguments)
+    run = jax.jit(lambda *drawn: call.function(call.portable)(*call.complete(*drawn)))
+    for x in jax.tree.leaves(run(*measure.draw(call.arguments, call.counts))):
+        assert np.isfinite(np.asarray(x, np.float32)).all()
+
+
+def test_an_int16_residual_is_drawn_as_it_is_stored():
+    X, count = measure.draw([jax.ShapeDtypeStruct((64, 64), t) for t in ("int16", "int32")])
+    assert X.dtype == jnp.int16 and 490 < np.std(np.asarray(X, np.float32)) < 530
+    assert not count.any()
+
+
 def test_time_on_a_device_is_without_gaps():
     assert measure.covered([]) == 0
     assert measure.covered([(5.0, 6.0), (0.0, 2.0), (1.0, 3.0), (1.5, 2.5)]) == 4.0
