@@ -33,7 +33,7 @@ Fate = Literal[
     "skipped",  # The candidate was not compiled: it is larger than a candidate with "no room".
     "no faster",  # The candidate was not compiled: its memory traffic alone is too slow.
     "time limit",
-    "failed",
+    "failed",  # The candidate did not compile, or it raised an error on the device.
     "wrong",  # The results of the candidate differ from those of plain JAX.
     "timed",
 ]
@@ -64,10 +64,15 @@ class Refusal(NamedTuple):
 
 
 class Timing(NamedTuple):
-    """The times of a candidate's calls in seconds, or what is wrong with the calls' results."""
+    """The times of a candidate's calls in seconds, or why there are none.
+
+    `wrong` says how the calls' results differ from those of plain JAX, and `failed` which error the
+    candidate raised on the device.
+    """
 
     seconds: tuple[float, ...] = ()
     wrong: str = ""
+    failed: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,8 +104,13 @@ class Trial:
 
     @property
     def time(self) -> float | None:
-        """The measured time in seconds, or the estimate if there is no measurement."""
-        return statistics.median(self.seconds) if self.seconds else self.estimate
+        """The measured time in seconds, or the estimate if there is no measurement.
+
+        It is None if the results are wrong, or if the candidate failed, on a device or before.
+        """
+        if self.seconds:
+            return statistics.median(self.seconds)
+        return None if self.fate in ("wrong", "failed") else self.estimate
 
 
 @dataclasses.dataclass(frozen=True)
@@ -183,7 +193,9 @@ def search(
         called again with trials that have been timed.
       known: trials of an earlier search, which are not repeated.
       time: a function that times candidates on a device, or None without a device. It returns a
-        dict, in which plain JAX has the key None. A candidate with wrong results is not used.
+        dict, in which plain JAX has the key None. A candidate with wrong results is not used. If
+        the default block sizes fail, the dict has no other candidates, and the result is the
+        default.
       top: the number of candidates to time in addition to the default.
     """
     known, grows = known or {}, tuple(grows)
@@ -235,9 +247,10 @@ def search(
 
 
 def _timed(trial: Trial, timing: Timing) -> Trial:
-    """Return the trial with its times on a device, or with the fate "wrong"."""
-    fate = "wrong" if timing.wrong else "timed"
-    return dataclasses.replace(trial, fate=fate, why=timing.wrong, seconds=tuple(timing.seconds))
+    """Return the trial with its times on a device, or with the fate "wrong" or "failed"."""
+    fate = "wrong" if timing.wrong else "failed" if timing.failed else "timed"
+    why = timing.wrong or timing.failed
+    return dataclasses.replace(trial, fate=fate, why=why, seconds=tuple(timing.seconds))
 
 
 def trials_to_time(default: Trial, trials: Iterable[Trial], top: int) -> list[Trial]:
@@ -291,12 +304,12 @@ def _accepted(default: Trial, trials: Iterable[Trial], threshold: float) -> Tria
 
     Among equally fast trials, the trial that needs the least on-chip memory is chosen.
     """
-    rated = [trial for trial in trials if trial.time is not None and trial.fate != "wrong"]
+    rated = [trial for trial in trials if trial.time is not None]
     if not rated:
         return default
     fastest = min(trial.time for trial in rated)
     equal = [trial for trial in rated if trial.time <= fastest * (1 + _TIE)]
     best = min(equal, key=lambda trial: (trial.on_chip, trial.time))
-    if default.time is None or default.fate == "wrong":
+    if default.time is None:
         return best
     return best if best.time <= default.time * (1 - threshold) else default

@@ -164,6 +164,15 @@ def test_what_is_wrong_is_not_taken_however_fast():
     assert machine.logged[-1].fate in ("wrong", "timed")
 
 
+@pytest.mark.parametrize("timing", [Timing(wrong="NaN"), Timing(failed="RuntimeError: no")])
+def test_a_default_that_fails_on_the_device_has_no_time(timing):
+    result = Machine({}).search(time=lambda chosen: {DEFAULT: timing, None: Timing((1.0,))})
+    assert result.best == result.default and result.default.time is None
+    assert result.default.estimate == 1.0 and result.gain is None and not result.beats_plain
+    assert result.default.fate == ("wrong" if timing.wrong else "failed")
+    assert result.default.why == (timing.wrong or timing.failed)
+
+
 def test_a_kernel_that_its_bytes_bound_is_left_as_it_is_without_a_device():
     machine = Machine({})
     machine.floor = 0.96

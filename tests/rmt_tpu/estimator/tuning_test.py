@@ -225,6 +225,42 @@ def test_results_are_held_to_plain_ones():
     assert timing.wrong([0.1, 0.2], [0.1, 0.2]) == ""
     assert timing.wrong([0.1, 0.3], [0.1, 0.2]).startswith("result 1 differs by 0.3 of")
     assert timing.wrong([float("nan")], [1.0])
+    same = lambda x: timing.errors_of([np.array(x)], [np.array(x)])[0]
+    assert same([np.inf, 1.0]) == 0 == same([]) and np.isnan(same([np.nan, np.nan]))
+
+
+def timed_problem(monkeypatch, programs) -> list:
+    """Time "candidates" that are functions of an array x, in order; plain JAX is 2 x."""
+    call = TuningCall(lambda m: None, timing, timing, (jax.ShapeDtypeStruct((8, 8), "float32"),))
+
+    def lowered(device, problem, call, blocks):
+        run = (lambda x: 2 * x) if blocks is None else programs[blocks]
+        return jax.jit(run).lower(*call.arguments)
+
+    given = problem("tpu", "attention_forward")
+    space = dataclasses.replace(SPACES["tpu", given.kernel], call=lambda key, tokens: call)
+    monkeypatch.setattr(timing, "SPACES", {("tpu", given.kernel): space})
+    monkeypatch.setattr(timing, "lower_call", lowered)
+    in_turn = lambda programs, *given: dict.fromkeys(programs, [1.0])
+    monkeypatch.setattr(timing, "seconds_in_turn", in_turn)
+    return timing.time_candidates(given, list(range(len(programs))), jax.devices()[0])
+
+
+def test_candidates_are_held_to_the_default_and_the_default_to_a_bound(monkeypatch):
+    def fails(x):
+        raise RuntimeError("no room\nfor it")
+
+    off = lambda error: lambda x: (2 + error) * x
+    found = timed_problem(monkeypatch, [off(5e-6), off(2e-6), off(1e-3), fails, off(5e-6)])
+    good = timing.Timing((1.0,))
+    assert [found[n] for n in (None, 0, 1, 4)] == [good] * 4
+    assert found[2].wrong.startswith("result 0 differs by 0.0005 of its largest value")
+    assert found[3] == timing.Timing(failed="RuntimeError: no room for it")
+    # Without the default, there is nothing to hold the others to.
+    for default in (fails, off(0.5), lambda x: x * jnp.nan):
+        found = timed_problem(monkeypatch, [default, off(0), off(1e-3)])
+        assert found.keys() == {None, 0} and found[None] == good
+        assert found[0].failed or "legal" in found[0].wrong
 
 
 @pytest.mark.parametrize("kernel", ["attention_backward", "depth_attention_partial_backward"])
