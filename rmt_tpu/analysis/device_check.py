@@ -9,6 +9,7 @@ import contextlib
 import dataclasses
 import functools
 import math
+import re
 import statistics
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,6 +20,7 @@ import jax.extend
 import jax.numpy as jnp
 
 from pallas_kernels.platform import interpreting
+from rmt_tpu import memory
 from rmt_tpu.analysis.device_case import Arrays, DeviceCase, normal
 from rmt_tpu.analysis.device_compare import compare
 from rmt_tpu.estimator.measure import program_arguments, seconds_of, wall_seconds
@@ -27,6 +29,9 @@ _ROUNDS = 3
 # A wall-clock measurement is repeated with more calls until it lasts _LONG seconds or has at least
 # _MOST_CALLS calls.
 _LONG, _MOST_CALLS = 0.02, 256
+# Errors about on-chip memory, and errors of a device that cannot be reached.
+_ON_CHIP = re.compile(r"vmem|smem|shared memory|scoped", re.IGNORECASE)
+_AWAY = re.compile(r"(UNAVAILABLE|ABORTED|CANCELLED|DEADLINE_EXCEEDED):")
 # Each key is a string in compiled programs that shows which kernel implementation was used.
 _CALLS = {
     "tpu_custom_call": "mosaic_tpu",
@@ -55,6 +60,7 @@ class CheckRow:
       bytes, flops: the minimum number of bytes that the call moves, and its FLOPs.
       error: why the case did not run, in one line.
       note: why plain JAX ran although the device has a kernel, in one line.
+      inconclusive: whether the error says nothing about the kernel; see `is_inconclusive`.
     """
 
     op: str
@@ -67,6 +73,7 @@ class CheckRow:
     flops: int = 0
     error: str = ""
     note: str = ""
+    inconclusive: bool = False
 
     @property
     def wrong(self) -> list[str]:
@@ -126,7 +133,25 @@ def check(
         return _check(case, implementation, interpret, timed)
     except Exception as error:  # The check reports every kind of exception as its result.
         words = " ".join(f"{type(error).__name__}: {error}".split())[:300]
-        return CheckRow(case.op, case.size, implementation or "auto", error=words)
+        return CheckRow(
+            case.op,
+            case.size,
+            implementation or "auto",
+            error=words,
+            inconclusive=is_inconclusive(error),
+        )
+
+
+def is_inconclusive(error: Exception) -> bool:
+    """Return whether an error says nothing about a kernel, so that a later check may pass.
+
+    Such errors are a lack of memory of the device or the host, which other programs may use, and a
+    device that cannot be reached. A lack of on-chip memory is an error of the kernel.
+    """
+    words = str(error)
+    if _ON_CHIP.search(words):
+        return False
+    return memory.is_out(error) or (isinstance(error, RuntimeError) and bool(_AWAY.match(words)))
 
 
 def _check(case: DeviceCase, implementation: str | None, interpret: bool, timed: bool) -> CheckRow:

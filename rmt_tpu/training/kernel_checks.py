@@ -144,12 +144,15 @@ def _check(
     ):
         calls = calls_of(config, run)
     with preferred(config.model):
-        own_plain = _differences(calls, platform, "pallas" if timing else config.model.kernels)
+        kernels = "pallas" if timing else config.model.kernels
+        own_plain, unchecked = _differences(calls, platform, kernels)
+        for name, why in unchecked.items():
+            log(f"note: {name} is checked at the next start, because this check failed: {why}")
         untimed = [
             call
             for call in calls
             if platform not in call.by_default
-            and call.name not in (*own_plain, *earlier.plain, *earlier.seconds)
+            and call.name not in (*own_plain, *unchecked, *earlier.plain, *earlier.seconds)
         ]
         own_seconds = _times(untimed, platform, log) if timing else {}
     texts = processes.exchange(
@@ -204,16 +207,21 @@ def accelerator_platform() -> str | None:
     return _PLATFORMS.get(jax.default_backend())
 
 
-def _differences(calls: Sequence[TracedCall], platform: str, kernels: str) -> Failures:
+def _differences(
+    calls: Sequence[TracedCall], platform: str, kernels: str
+) -> tuple[Failures, Failures]:
     """Return the operations whose kernels fail on this process's device, with the reasons.
 
-    A call with a record from an earlier run is not checked again.
+    A call with a record from an earlier run is not checked again. The second result is the
+    operations with a call that could not be checked, for example for lack of memory. Nothing is
+    recorded of such a call.
     """
     # These modules are imported here because they are slow to load.
     from rmt_tpu.analysis import device_calls, device_check
 
     implementation = "pallas" if kernels == "pallas" else None
     found: Failures = {}
+    unchecked: Failures = {}
     for name, cases in device_calls.cases_of(calls, platform).items():
         for case in cases:
             key = record_key(name, f"{case.op} {case.size}", kernels)
@@ -221,10 +229,13 @@ def _differences(calls: Sequence[TracedCall], platform: str, kernels: str) -> Fa
             if why is None:
                 row = device_check.check(case, implementation, timed=False)
                 why = "" if row.ok else f"{case.op} {case.size} {row.verdict}"
+                if row.inconclusive:
+                    unchecked.setdefault(name, why)
+                    continue
                 _record(key, differs=why)
             if why:
                 found.setdefault(name, why)
-    return found
+    return found, {name: why for name, why in unchecked.items() if name not in found}
 
 
 def _times(

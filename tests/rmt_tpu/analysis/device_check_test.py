@@ -120,6 +120,26 @@ def test_a_kernel_that_fails_is_a_row():
     assert line.endswith("| failed: RuntimeError: no room for it / at all |")
 
 
+@pytest.mark.parametrize(
+    "error, inconclusive",
+    [
+        (RuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate"), True),
+        (MemoryError(), True),
+        (RuntimeError("UNAVAILABLE: the device's connection was lost"), True),
+        (RuntimeError("RESOURCE_EXHAUSTED: Ran out of memory in memory space vmem."), False),
+        (RuntimeError("RESOURCE_EXHAUSTED: Shared memory size limit exceeded"), False),
+        (RuntimeError("INTERNAL: an illegal memory access"), False),
+        (ValueError("UNAVAILABLE: no rule"), False),
+    ],
+)
+def test_which_errors_say_nothing_of_a_kernel(error, inconclusive):
+    def function(implementation, **inputs):
+        raise error
+
+    row = device_check.check(dataclasses.replace(SMALL[0], function=function), None, timed=False)
+    assert not row.ok and row.inconclusive == inconclusive
+
+
 def test_table_and_record():
     good = device_check.CheckRow("a", "1", "xla", {"z": 0.01}, {"z": 0.02}, 1e-3, 2_000_000, 10)
     bad = device_check.CheckRow(

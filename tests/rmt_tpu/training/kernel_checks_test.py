@@ -32,17 +32,22 @@ class Device:
 
     Attributes:
       faults: the ops whose kernels differ.
+      full: the ops whose checks find no memory.
       checked: the ops that were checked, in order.
       traced: how often a step was.
     """
 
     def __init__(self, calls):
         self.faults, self.checked, self.traced, self._calls = set(), [], 0, calls
+        self.full = set()
 
     def check(self, case, implementation, *, timed):
         assert implementation is None and not timed
         self.checked.append(case.op)
         wrong = case.op in self.faults
+        if case.op in self.full:
+            words = "RuntimeError: RESOURCE_EXHAUSTED: out of memory"
+            return CheckRow(case.op, case.size, "auto", error=words, inconclusive=True)
         return CheckRow(case.op, case.size, "mosaic_tpu", {"d_x": 0.5 * wrong}, {"d_x": 0.1})
 
     def calls_of(self, config, run):
@@ -128,6 +133,20 @@ def test_a_device_is_checked_once(device, tmp_path, monkeypatch):
     device.checked.clear()
     start(tmp_path / "four")
     assert sorted(device.checked) == sorted(CASES)
+
+
+def test_a_lack_of_memory_is_told_and_not_recorded(device, tmp_path):
+    device.full, device.faults = {"grouped_matmul"}, {"delta_attention"}
+    taken, (note, line) = start(tmp_path / "run")
+    assert taken == CASES.keys() - {"delta_attention"} and line.startswith("delta_attention")
+    assert note.startswith("note: grouped_matmul is checked at the next start")
+    assert "RESOURCE_EXHAUSTED: out of memory" in note
+    assert [*json.loads((tmp_path / "run" / "kernels.json").read_text())["plain"]] == [
+        "delta_attention"
+    ]
+    device.full = set()
+    device.checked.clear()
+    assert start(tmp_path / "run") == (taken, []) and device.checked == ["grouped_matmul"]
 
 
 def test_off_checks_nothing(device, tmp_path):
@@ -261,6 +280,14 @@ def test_a_gpu_kernel_that_differs_is_not_taken_for_its_speed(gpu, tmp_path):
     assert "key_vector" not in taken and "failed its check" in said[0]
     assert "store_norm_retrieve" not in gpu.timed
     assert start_on_gpu(gpu, tmp_path / "run") == (taken, [])
+
+
+def test_a_gpu_kernel_that_cannot_be_checked_is_not_taken_for_its_speed(gpu, tmp_path, monkeypatch):
+    row = CheckRow("a", "1", "auto", error="no memory", inconclusive=True)
+    monkeypatch.setattr(device_check, "check", lambda *given, timed: row)
+    taken, said = start_on_gpu(gpu, tmp_path / "run")
+    assert "key_vector" not in taken and not gpu.timed
+    assert len(said) == len(GPU_CASES) and "no memory" in said[0]
 
 
 def test_a_kernel_that_cannot_be_timed_ends_no_run(gpu, tmp_path, monkeypatch):
