@@ -23,6 +23,8 @@ from rmt_tpu.storage import open_parent
 
 RateCandidate = Callable[[Problem, tuned.Blocks], Rating | Refusal]
 TimeCandidates = Callable[[Problem, Sequence[tuned.Blocks]], Mapping[tuned.Blocks, Timing]]
+# The fates of candidates that another search tries again.
+_RETRIED = ("time limit", "failed")
 
 
 class TuningOutcome(NamedTuple):
@@ -107,8 +109,10 @@ class Tuner:
             time=self.timer and (lambda chosen: self.timer(problem, chosen)),
             top=self.top,
         )
+        # A measured entry for a GPU also says whether the kernel is faster than plain JAX.
         measured_on_gpu = result.measured and problem.platform == "cuda"
-        if result.best.blocks == result.default.blocks and not measured_on_gpu:
+        worth = result.best.blocks != result.default.blocks or measured_on_gpu
+        if not worth or (result.measured and not result.best.seconds):
             return TuningOutcome(problem, result, None)
         entry = _entry(problem, result)
         kernel_tables.add(self.out, [entry])
@@ -146,7 +150,7 @@ def check_table(out: str) -> None:
 
 
 def _entry(problem: Problem, result: SearchResult) -> tuned.Entry:
-    times = lambda trial: trial.seconds or (trial.estimate,) * (trial.estimate is not None)
+    times = lambda trial: trial.seconds or (trial.time,) * (trial.time is not None)
     return problem.entry(
         result.best.blocks,
         "measured" if result.measured else "estimated",
@@ -214,7 +218,9 @@ class TrialLog:
     def known(self, problem: Problem) -> dict[tuned.Blocks, Trial]:
         """Return a kernel's logged trials with its current version and the current compiler.
 
-        Measured times are left out, because they are comparable only within one run.
+        Measured times are left out, because they are comparable only within one run. Candidates
+        that failed or took too long are left out as well, so that they are tried again: the next
+        search may have a larger time limit, and an error may have been temporary.
         """
         head, found = _head(problem), {}
         for line in self._lines:
@@ -223,7 +229,7 @@ class TrialLog:
                 with contextlib.suppress(ValueError, TypeError, KeyError):
                     trial = _trial(problem, line)
                     found[trial.blocks] = trial
-        return found
+        return {b: trial for b, trial in found.items() if trial.fate not in _RETRIED}
 
     def write(self, problem: Problem, *trials: Trial) -> None:
         """Append the trials of a tuning problem to the log."""

@@ -28,7 +28,7 @@ def _cells(outcome: TuningOutcome) -> list[str]:
     source = "measured" if result.measured else "estimated"
     if problem.platform == "cuda" and not result.measured:
         source += " (bytes, warps, spills)"
-    spread = f"{result.spread:.1%}" if result.measured else "-"
+    spread = f"{result.spread:.1%}" if result.default.seconds else "-"
     best = changed(result.default.blocks, result.best.blocks) if entry else "the default"
     if entry is not None and entry.implementation is not None:
         best += f" ({entry.implementation} is faster)"
@@ -46,16 +46,21 @@ def _us(seconds: float | None) -> str:
 def summary(done: Sequence[TuningOutcome], out: str) -> str:
     """Return a summary of the tuning results as one or two lines of text."""
     searched = [outcome for outcome in done if outcome.result is not None]
-    gained = [outcome for outcome in searched if outcome.entry is not None]
+    gained = [outcome for outcome in searched if _gained(outcome)]
     late = sum(outcome.result.late for outcome in searched)
     bound = sum(
         outcome.result.default.is_bound and not outcome.result.measured for outcome in searched
     )
     text = f"{len(gained)} of {len(searched)} kernels have better block sizes, in {out}"
-    if not gained:
+    if not searched:
+        text = f"{len(done)} of {len(done)} kernels were already in {out}"
+    elif not gained:
         text = f"none of {len(searched)} kernels has block sizes clearly faster than the default"
+    entries = [outcome.entry for outcome in searched if outcome.entry is not None]
+    if plain := sum(entry.implementation == "xla" for entry in entries):
+        text += f"; plain JAX is faster than {plain}, as {out} says"
     if unrated := sum(outcome.result.default.time is None for outcome in searched):
-        text += f"; the default of {unrated} could not be rated (see the table)"
+        text += f"; the default of {unrated} has no time (see the table)"
     if bound:
         text += (
             f"; {bound} are limited by memory traffic, so that only a measurement on a device can "
@@ -67,6 +72,14 @@ def summary(done: Sequence[TuningOutcome], out: str) -> str:
     if estimated := [names[e.problem.device] for e in searched if not e.result.measured]:
         text += f"\n{error_bar(estimated)}"
     return text
+
+
+def _gained(outcome: TuningOutcome) -> bool:
+    """Return whether a search found block sizes that programs use in place of the default ones."""
+    _, result, entry, _ = outcome
+    if entry is None or entry.implementation == "xla":
+        return False
+    return result.best.blocks != result.default.blocks
 
 
 def values(done: Sequence[TuningOutcome]) -> list[dict[str, Any]]:
@@ -90,8 +103,10 @@ def _values(outcome: TuningOutcome) -> dict[str, Any]:
             "best": tuned.fields(result.best.blocks),
             "default_seconds": result.default.time,
             "best_seconds": result.best.time,
+            "default_fate": result.default.fate,
+            "default_why": result.default.why if result.default.time is None else "",
             "gain": result.gain,
-            "spread": result.spread if result.measured else None,
+            "spread": result.spread if result.default.seconds else None,
             "tried": sum(trial.fate != "no faster" for trial in result.trials),
             "no_faster": sum(trial.fate == "no faster" for trial in result.trials),
             "left": result.left,

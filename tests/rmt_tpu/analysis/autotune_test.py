@@ -1,5 +1,6 @@
 """Tuning with a compiler that only seems to be there: table, log, what is resumed."""
 
+import dataclasses
 import json
 import os
 
@@ -13,7 +14,7 @@ from rmt_tpu.analysis.autotune import TrialLog, Tuner
 from rmt_tpu.errors import UsageError
 from rmt_tpu.estimator import DEVICES
 from rmt_tpu.estimator.calibration import error_bar
-from rmt_tpu.estimator.search import Rating, Refusal, Timing
+from rmt_tpu.estimator.search import Rating, Refusal, Timing, Trial
 from rmt_tpu.estimator.spaces import Problem
 
 KEY = {
@@ -135,6 +136,7 @@ def test_the_report(out, tmp_path):
     assert (tmp_path / "picture.png").stat().st_size > 1000
     same, _ = tune(out, 512)
     assert "already in the table" in autotune_report.table(same)
+    assert autotune_report.summary(same, out) == f"1 of 1 kernels were already in {out}"
     assert not autotune_report.draw(same, tmp_path / "none.png")
     alone, _ = tune(str(tmp_path / "other.json"), 128)
     assert "clearly faster than the default" in autotune_report.summary(alone, out)
@@ -178,3 +180,43 @@ def test_on_a_gpu_an_entry_says_what_is_faster(out):
         assert entry == done.entry and entry.implementation == name
         assert entry.blocks == entry.default_blocks
         assert f"default ({name} is faster)" in autotune_report.table([done])
+        summary = autotune_report.summary([done], out)
+        assert summary.startswith("none of 1 kernels has block sizes clearly faster")
+        assert ("plain JAX is faster than 1" in summary) == (name == "xla")
+    # Blocks that are better than the default, of a kernel that programs do not use.
+    fast = {b: Timing((2e-3,) * 3) for b in given.candidates()} | {None: Timing((5e-4,) * 3)}
+    fast[given.candidates()[1]] = Timing((1e-3,) * 3)
+    tuner = dataclasses.replace(tuner, timer=lambda problem, chosen: {b: fast[b] for b in fast})
+    (done,) = tuner.run([given], 100.0)
+    assert done.entry.blocks != done.entry.default_blocks
+    assert autotune_report.summary([done], out).startswith("none of 1 kernels")
+
+
+@pytest.mark.parametrize("timing", [Timing(wrong="NaN"), Timing(failed="RuntimeError: no room")])
+def test_a_default_that_fails_on_the_device_has_no_time(out, timing):
+    """Nor an entry, which would end the search for good."""
+    key = tuned.items({"K": 64, "V": 64, "R": 0, "P": 16, "dtype": "bfloat16"})
+    given = Problem("nvidia_h200", "cuda", "key_vector_read", key, 8192)
+    timer = lambda problem, chosen: {chosen[0]: timing, None: Timing((1e-3,) * 3)}
+    log = TrialLog(out, True)
+    tuner = Tuner(out, log, lambda *given: Rating(1e-3), timer, 1, clock=lambda: 0.0)
+    (done,) = tuner.run([given], -1.0)
+    assert done.entry is None and not kernel_tables.read(out).entries
+    (_, _, row) = autotune_report.table([done]).splitlines()
+    why = timing.wrong or timing.failed
+    fate = "wrong" if timing.wrong else "failed"
+    assert row.endswith(f"| - | - | - | - | none: {fate}: {why} | - |")
+    assert "the default of 1 has no time" in autotune_report.summary([done], out)
+    (values,) = autotune_report.values([done])
+    assert (values["default_seconds"], values["default_why"]) == (None, why)
+
+
+def test_what_failed_or_took_too_long_is_tried_again(out):
+    log, given = TrialLog(out, True), problem(512)
+    fates = [Trial(b, "compiled", estimate=1.0) for b in given.candidates()]
+    log.write(given, *fates)
+    for fate in ("time limit", "failed", "no room", "unrated"):
+        log.write(given, Trial(given.candidates()[1], fate))
+        known = TrialLog(out, True).known(given)
+        retried = set(given.candidates()) - known.keys()
+        assert retried == ({given.candidates()[1]} if fate in ("time limit", "failed") else set())
