@@ -195,17 +195,22 @@ class Fit(NamedTuple):
         ]  # fmt: skip
 
     def reaching(self, losses: Sequence[float]) -> list[float]:
-        """Return, for each seed, the x at which its fit predicts its loss in `losses`."""
+        """Return, for each seed, the x at which its fit predicts its loss in `losses`.
+
+        If there are fewer losses than fits, or fewer fits than losses, the result has only the
+        first seeds. The fewer must be those of the first seeds.
+        """
         return [
             math.exp((math.log(loss) - b) / a)
-            for loss, a, b in zip(losses, self.slopes, self.intercepts, strict=True)
+            for loss, a, b in zip(losses, self.slopes, self.intercepts, strict=False)
         ]
 
 
 def fit(outcomes: Sequence[ArmOutcome], x: str) -> Fit | None:
     """Fit a power law to each seed's losses, by least squares on logarithms.
 
-    Return None if there are fewer than three points.
+    Return None if there are fewer than three points. Outcomes with a run that diverged are left
+    out. If some of the others have fewer seeds, only these are fitted.
 
     Args:
       outcomes: the outcomes of one system at several sizes.

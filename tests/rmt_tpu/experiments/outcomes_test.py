@@ -99,6 +99,15 @@ def test_a_fit_finds_what_was_put_in(ladder):
     assert table[2].endswith("| 1.00 times (1.00..1.00) | 1.00 times (1.00..1.00) |")
 
 
+def test_a_fit_may_have_more_seeds_than_the_largest_model(ladder):
+    """Without the first system's largest model, whose run diverged, it has three."""
+    for index, losses in ((6, (2.0, None)), (7, ladder[7].losses[:2])):
+        ladder[index] = replace(ladder[index], losses=losses)
+    table = results.fits_table(ladder).splitlines()
+    assert table[2].endswith("|  |  |")
+    assert "| 2.00 times (2.00..2.00) | 1.41 times (1.41..1.41) |" in table[3]
+
+
 def test_a_page(ladder):
     of = replace(
         trained.ladder("tiny"),
