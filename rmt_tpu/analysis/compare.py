@@ -21,8 +21,9 @@ class RunResult:
     """The cost and the losses of one training run.
 
     Losses are in nats per token. FLOPs include the forward and backward passes. `residual_size` is
-    the number of entries in a token's residual, and `seconds` is the time of all training steps.
-    `train_loss` is the mean training loss over the last tenth of the steps.
+    the number of entries in a token's residual. `seconds` is the mean time of the recorded training
+    steps, times the number of steps. `train_loss` is the mean training loss over the last tenth of
+    the steps.
     """
 
     name: str
@@ -46,6 +47,7 @@ def run_result(name: str, workdir: Location) -> RunResult:
     rows = [row for row in read_metrics(workdir) if row["step"] <= config.train.steps]
     _, losses = series(rows, "train/loss")
     _, held_out = series(rows, "eval/loss")
+    _, step_seconds = series(rows, "throughput/step_seconds")
     tail = losses[-max(1, len(losses) // 10) :]
     tokens = config.train.steps * config.train.batch_size * config.data.seq_len
     return RunResult(
@@ -57,7 +59,9 @@ def run_result(name: str, workdir: Location) -> RunResult:
         flops=resources.train_flops(
             resources.flops_per_token(config.model, config.data.seq_len), tokens
         ),
-        seconds=sum(series(rows, "throughput/step_seconds")[1], start=0.0) * config.train.log_every,
+        # A row has the time of its own step. With a `log_every`, other steps have no rows, and the
+        # last step has one even if fewer steps lie before it.
+        seconds=_mean(step_seconds or [0.0]) * config.train.steps,
         train_loss=sum(tail) / len(tail),
         held_out_loss=held_out[-1],
     )

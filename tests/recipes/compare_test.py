@@ -12,11 +12,13 @@ from rmt_tpu.analysis.compare import (
     markdown,
     notes,
     over_seeds,
+    run_result,
     write_comparison,
 )
 from rmt_tpu.config import MatrixStore, MhcLite, overrides
 from rmt_tpu.config.presets import presets, run
 from rmt_tpu.runs.metrics import read_metrics, series
+from rmt_tpu.storage import open_folder
 from tests import cli
 
 pytestmark = pytest.mark.xdist_group("recipes")
@@ -129,6 +131,17 @@ def test_seeds(tmp_path, patterns, presets):
         least, most = sorted(held_out[name])
         expected = f"{(least + most) / 2:.4f} ({least:.4f}..{most:.4f})"
         assert line.split("|")[-2].strip() == expected
+
+
+def test_the_seconds_are_those_of_all_steps(tmp_path):
+    """Of 105 steps, only the 100th and the last have rows."""
+    config = overrides.apply(run("gpt2-tiny"), {"train.steps": 105, "train.log_every": 100})
+    folder = open_folder(tmp_path)
+    folder.write("config.json", json.dumps(overrides.to_json(config)).encode())
+    rows = [{"step": 100, "throughput/step_seconds": 3.0, "train/loss": 2.0}]
+    rows += [{"step": 105, "throughput/step_seconds": 5.0, "train/loss": 2.0, "eval/loss": 2.5}]
+    folder.write("metrics.jsonl", "".join(json.dumps(row) + "\n" for row in rows).encode())
+    assert run_result("a", folder).seconds == 105 * 4.0
 
 
 def test_spread():
