@@ -17,6 +17,7 @@ from pallas_kernels.shapes import Depth, Heads, KeyVector
 from rmt_tpu.analysis import device_cases_layers as layers
 from rmt_tpu.analysis import device_cases_residual as residual
 from rmt_tpu.analysis.device_case import DeviceCase
+from rmt_tpu.analysis.device_cases_parts import attention_part
 
 _TOKENS, _LOGITS = 8192, 2048
 
@@ -100,13 +101,7 @@ def _depth(call: TracedCall) -> Iterator[DeviceCase]:
 def _attention(call: TracedCall) -> Iterator[DeviceCase]:
     operands = call.args[0]
     if call.op.startswith("part"):
-        batch, seq, heads, D = operands.q.shape
-        k = operands.kv[0] if isinstance(operands.kv, tuple) else operands.kv
-        most = max(1, _TOKENS // max(seq, k.shape[1]))
-        before = min(k.shape[1], _TOKENS)
-        tokens = min(batch, most), min(seq, _TOKENS)
-        dtype, cap = str(operands.q.dtype), _cap(operands)
-        yield layers.attention_to(Heads(heads, D), tokens, before, dtype, cap=cap)
+        yield _attention_part(call.op, operands)
         return
     batch, seq, rows, D = operands.qkv.shape
     G = call.options["kv_heads"]
@@ -125,6 +120,36 @@ def _attention(call: TracedCall) -> Iterator[DeviceCase]:
     if operands.window is not None and operands.window < tokens[1]:
         options["window"] = int(operands.window)
     yield layers.attention(Heads(heads, D), tokens, **options)
+
+
+def _attention_part(op: str, operands: PartOperands) -> DeviceCase:
+    batch, seq, heads, D = operands.q.shape
+    if isinstance(operands.kv, tuple):
+        G, values = operands.kv[0].shape[2], operands.kv[1].shape[3]
+        length = operands.kv[0].shape[1]
+    else:
+        length, G, values = operands.kv.shape[1], operands.kv.shape[2] // 2, None
+    keys = min(length, _TOKENS)
+    tokens = min(batch, max(1, _TOKENS // max(seq, length))), min(seq, _TOKENS)
+    dtype, cap = str(operands.q.dtype), _cap(operands)
+    segments = operands.segments is not None
+    others = operands.slopes, operands.window, values
+    if op == "part_forward" and segments and G == heads and others == (None, None, None):
+        return layers.attention_to(Heads(heads, D), tokens, keys, dtype, cap=cap)
+    window = None if operands.window is None else int(operands.window)
+    return attention_part(
+        Heads(heads, D),
+        tokens,
+        keys,
+        kv_heads=G,
+        alibi=operands.slopes is not None,
+        segments=segments,
+        values=values,
+        dtype=dtype,
+        # With fewer keys than in the call, the window must still contain some.
+        window=None if window is None else max(window, 1 - keys // 2),
+        cap=cap,
+    )
 
 
 def _cap(operands: AttentionOperands | PartOperands) -> float | None:

@@ -8,6 +8,7 @@ from pallas_kernels.shapes import Depth, Heads, KeyVector
 from rmt_tpu.analysis import device_cases_layers as layers
 from rmt_tpu.analysis import device_cases_residual as residual
 from rmt_tpu.analysis.device_case import DeviceCase
+from rmt_tpu.analysis.device_cases_parts import attention_part
 
 Scale = Literal["real", "small"]
 
@@ -66,6 +67,7 @@ def _attention(scale: Scale) -> Iterator[DeviceCase]:
         ]
         after = [(Heads(2, 16), (1, 128), 128), (Heads(1, 16), (2, 37), 45)]
         decode = [(Heads(2, 16), (1, 128), 128), (Heads(2, 16), (2, 3), 45)]
+        parts = [(Heads(2, 16), (1, 128), 128, {"kv_heads": 1, "alibi": True})]
     else:
         whole = [
             (shapes.GPT2_405M, shapes.TOKENS, {}),
@@ -80,12 +82,15 @@ def _attention(scale: Scale) -> Iterator[DeviceCase]:
         ]
         after = [(shapes.GPT2_405M, (2, 512), 2048), (Heads(16, 128), (1, 255), 1001)]
         decode = [(shapes.GPT2_405M, (8, 1), 2048), (Heads(16, 128), (4, 1), 1001)]
+        parts = [(Heads(16, 128), (1, 2048), 2048, {"kv_heads": 4, "alibi": True})]
     for size, tokens, options in whole:
         yield layers.attention(size, tokens, **options)
     for size, tokens, before in after:
         yield layers.attention_after(size, tokens, before)
     for size, tokens, before in decode:
         yield layers.attention_to(size, tokens, before)
+    for size, tokens, keys, options in parts:
+        yield attention_part(size, tokens, keys, **options)
 
 
 def _delta(scale: Scale) -> Iterator[DeviceCase]:

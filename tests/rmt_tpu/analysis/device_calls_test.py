@@ -12,6 +12,7 @@ from rmt_tpu.analysis import device_cases_layers as layers
 from rmt_tpu.analysis import device_cases_residual as residual
 from rmt_tpu.analysis import device_check
 from rmt_tpu.analysis.device_calls import cases_of
+from rmt_tpu.analysis.device_cases_parts import attention_part
 
 SITE, TOKENS = KeyVector(16, 32, 4, 12), (2, 128)
 CASES = {
@@ -35,6 +36,8 @@ CASES = {
         layers.attention(Heads(4, 64), TOKENS, window=30, cap=1.5),
         layers.attention_to(Heads(2, 64), (2, 128), 256),
         layers.attention_to(Heads(2, 64), (2, 128), 256, cap=1.5),
+        attention_part(Heads(4, 64), TOKENS, 256, kv_heads=2, alibi=True, cap=1.5),
+        attention_part(Heads(2, 64), TOKENS, 128, values=32, segments=False, window=-40),
     ],
     "delta_attention": [layers.delta((1, 128), Heads(1, 128))],
     "grouped_matmul": [layers.grouped(256, 128, 256, 4)],
@@ -60,6 +63,44 @@ def test_a_call_becomes_the_case_that_it_is_of(name, case):
     found = {(other.op, other.size): other for other in cases_of(calls, "tpu")[name]}
     assert jax.eval_shape(found[case.op, case.size].inputs) == jax.eval_shape(case.inputs)
     assert not cases_of(calls, "rocm")
+
+
+@pytest.mark.slow
+def test_the_parts_of_ring_attention_are_checked_with_their_gradients():
+    """Of grouped heads, with ALiBi and segments; at half of a device's tokens."""
+    slopes, ids = jnp.ones(4), jnp.zeros((1, 256), jnp.int32)
+
+    def loss(qkv):
+        options = {"scale": 0.1, "slopes": slopes, "segment_ids": ids, "kv_heads": 2, "over": "s"}
+        run = lambda x: pallas_kernels.causal_attention(x, **options, implementation="pallas")
+        spec = jax.P(None, "s")
+        out = jax.shard_map(run, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)(qkv)
+        return out.astype(jnp.float32).sum()
+
+    mesh = jax.make_mesh((1,), ("s",), (jax.sharding.AxisType.Auto,), devices=jax.devices()[:1])
+    with lowering_for("TPU v5 lite"), collecting_calls() as calls:
+        jax.eval_shape(jax.grad(loss), jax.ShapeDtypeStruct((1, 256, 8, 64), jnp.bfloat16))
+    want = attention_part(Heads(4, 64), (1, 128), 128, kv_heads=2, alibi=True)
+    assert {"part_forward", "part_backward"} < {call.op for call in calls}
+    found = {case.size: case for case in cases_of(calls, "tpu")["causal_attention"]}
+    assert found[want.size].op == "attention_part" and found[want.size].gradients
+    assert "attention_to" not in {case.op for case in found.values()}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("implementation", ["pallas", "xla"])
+@pytest.mark.parametrize(
+    "case",
+    [case for case in CASES["causal_attention"] if case.op == "attention_part"],
+    ids=lambda case: case.size,
+)
+def test_a_part_passes_its_own_check(case, implementation):
+    interpret = implementation == "pallas"
+    row = device_check.check(case, implementation, interpret=interpret, timed=False)
+    assert row.ok, row.verdict
+    assert row.implementation == ("interpreted" if interpret else "xla")
+    names = {name.removesuffix(" (rms)") for name in row.differences}
+    assert {"out", "log_sums", "d_q"} < names
 
 
 def test_many_tokens_are_cut_by_rows_first():
