@@ -62,20 +62,21 @@ def make_stacks(config: cfg.ModelConfig, seed: Seed) -> nnx.List:
     for stack_config, base in zip(config.stacks, config.base_model.stacks, strict=True):
         places = []
         for k, (core, base_core) in enumerate(zip(stack_config.cores, base.cores, strict=True)):
-            ports = (writes, core.reads, base_writes, base_core.reads)
-            places.append(((first + k) % 2, ports, core))
+            of_base = {"base_writes": base_writes, "base_reads": base_core.reads}
+            place = residual.Place(first + k, (first + k) % 2, writes, core.reads, **of_base)
+            places.append((place, core))
             writes, base_writes = core.writes, base_core.writes
 
         def period(
             seed: Seed, repeat: jax.Array, first: int = first, places: list = places
         ) -> nnx.List:
             sublayers = []
-            for k, (within, ports, core) in enumerate(places):
+            for k, (place, core) in enumerate(places):
                 index = first + repeat * len(places) + k
-                place = residual.Place(index, within, *ports)
                 own = seed.numbered(index)
-                site = residual.make_site(config, own / "site", place)
-                sublayers.append(Sublayer(site, make_core(config, core, own / "core", within)))
+                site = residual.make_site(config, own / "site", place._replace(index=index))
+                made = make_core(config, core, own / "core", place.within)
+                sublayers.append(Sublayer(site, made))
             return nnx.List(sublayers)
 
         stacks.append(stack(period, seed, stack_config.repeat))
@@ -91,9 +92,8 @@ def make_final_site(config: cfg.ModelConfig, seed: Seed) -> nnx.Module:
         depth % 2,
         config.stacks[-1].cores[-1].writes,
         cfg.RESIDUAL_PORT,
-        config.base_model.stacks[-1].cores[-1].writes,
-        cfg.RESIDUAL_PORT,
         last=True,
+        base_writes=config.base_model.stacks[-1].cores[-1].writes,
     )
     return residual.make_site(config, seed, place)
 

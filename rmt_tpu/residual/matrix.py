@@ -50,11 +50,11 @@ class Site(nnx.Module):
         # sublayers.
         scale = jnp.where(place.index == 0, 1.0, storage_scale(config.num_sublayers))
         writes, reads = count(place.writes), count(place.reads)
-        of_base = count(place.base_writes, base_rank)
+        of_base = count(place.base_writes or place.writes, base_rank)
         scale *= key_init_scale(config, writes, of_base, writes=True)
         self.store_keys = store_keys(seed / "store_keys", writes, key_dim, scale=scale)
         self.gain = gain((key_dim, size), axes=("key", "head"))
-        of_base = count(place.base_reads, base_rank)
+        of_base = count(place.base_reads or place.reads, base_rank)
         scale = key_init_scale(config, reads, of_base, writes=False)
         self.read_keys = read_keys(seed / "read_keys", reads, key_dim, scale=scale)
         self.begins_layer, self.reads = place.within == 0, place.reads

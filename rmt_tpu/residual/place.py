@@ -16,15 +16,15 @@ class Place(NamedTuple):
         sublayers.
       writes: the port of the core before the site, or of the embedding.
       reads: the port of the core after the site, or of the unembedding.
-      base_writes, base_reads: the same ports in muP's base model; without muP, again `writes` and
-        `reads`.
       last: whether the site is the one before the unembedding.
+      base_writes, base_reads: the same ports in muP's base model. None means that they are `writes`
+        and `reads`, as without muP.
     """
 
     index: Int[Array, ""] | int
     within: int
     writes: Port
     reads: Port
-    base_writes: Port
-    base_reads: Port
     last: bool = False
+    base_writes: Port | None = None
+    base_reads: Port | None = None
