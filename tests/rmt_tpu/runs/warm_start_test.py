@@ -81,6 +81,7 @@ def test_tied_embeddings_are_tied_in_both_models_or_in_none(config, hub):
         WarmStart(hub, tied)
 
 
+@pytest.mark.slow
 def test_a_run_whose_residual_will_grow_gives_grown_weights(tmp_path):
     """Its config has the larger D_k before there is a checkpoint of that size."""
     config = overrides.apply(
