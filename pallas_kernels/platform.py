@@ -465,6 +465,9 @@ ad.primitive_jvps[_operand_p] = _refuse_derivative
 _kernel_p = Primitive("kernel")
 _kernel_p.multiple_results = True
 _kernel_p.def_abstract_eval(lambda *_, jaxpr, platform: jaxpr.out_avals)
+# From 0.12 on, JAX refuses a primitive with a program that has custom derivatives, unless it says
+# how to remove them. This primitive is never differentiated, and lowering traces its program again.
+_kernel_p.is_high = lambda *_, jaxpr, platform: False
 
 
 @_kernel_p.def_impl
