@@ -135,7 +135,7 @@ def test_kernels_of_a_part_equal_plain_attention(kernels, dtype, queries, keys, 
 
 
 def operands_in_bfloat16(queries, keys):
-    """Operands of attention from one part to another, and a cotangent, as if it saw all keys."""
+    """Return operands of attention to another part whose keys are all visible, and a cotangent."""
     array = lambda *shape: jnp.asarray(draw(sum(shape), *shape), jnp.bfloat16)
     q, kv, d_out = (array(1, n, 2, SIZE) for n in (queries, keys, queries))
     sums = jnp.full((1, queries, 2), np.log(keys), jnp.float32)
@@ -150,7 +150,7 @@ def test_gradients_that_callers_add_up_are_not_rounded():
 
 
 def test_sums_over_spans_of_queries_are_rounded_once(monkeypatch):
-    """As those of one span, which are added up in another order."""
+    """The gradients equal those of one span, whose sums are in another order."""
     given, results = operands_in_bfloat16(256, 256)
     whole = AttentionOperands(given.q, given.scale, kv=given.kv)
     blocks = Blocks(128, 128, 1)

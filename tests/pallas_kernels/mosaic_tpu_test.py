@@ -302,7 +302,7 @@ def test_unsupported_names_the_reason():
 
 
 def test_the_dtype_of_what_is_read_decides_whether_it_fits():
-    """What does not fit is read by plain JAX, unless the kernels are asked for by name."""
+    """Plain JAX reads vectors that do not fit, unless the kernels are asked for by name."""
     X, _, _, *of_read = KeyVector(64, 64, 0, 192).site((1, 256))
 
     def read(dtype, implementation=None):

@@ -134,7 +134,7 @@ def test_seeds(tmp_path, patterns, presets):
 
 
 def test_the_seconds_are_those_of_all_steps(tmp_path):
-    """Of 105 steps, only the 100th and the last have rows."""
+    """Only the 100th and the last of 105 steps have rows of metrics."""
     config = overrides.apply(run("gpt2-tiny"), {"train.steps": 105, "train.log_every": 100})
     folder = open_folder(tmp_path)
     folder.write("config.json", json.dumps(overrides.to_json(config)).encode())

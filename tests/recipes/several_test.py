@@ -14,25 +14,25 @@ from rmt_tpu.storage import open_folder
 
 
 class Child:
-    """In place of a process: it ends by itself, or some looks after it was told to stop.
+    """A stand-in for a process, which ends by itself, or some polls after it was told to stop.
 
     Attributes:
       told: the signals sent to it.
-      looks: how often it was looked at before it ended.
+      polls: how often its end was asked for.
     """
 
-    def __init__(self, code: int | None = None, act: Callable[[int], None] = lambda look: None):
-        self.code, self.act, self.told, self.looks = code, act, [], 0
+    def __init__(self, code: int | None = None, act: Callable[[int], None] = lambda poll: None):
+        self.code, self.act, self.told, self.polls = code, act, [], 0
 
     def send_signal(self, number: int) -> None:
         self.told.append(number)
 
     def wait(self, timeout: float) -> int:
-        self.looks += 1
-        self.act(self.looks)
+        self.polls += 1
+        self.act(self.polls)
         if self.code is not None:
             return self.code
-        if self.looks < 8:
+        if self.polls < 8:
             raise subprocess.TimeoutExpired("child", timeout)
         return 0 if len(self.told) == 1 else -signal.SIGTERM
 
@@ -53,8 +53,8 @@ def train(monkeypatch, tmp_path):
 
 
 def send(*numbers: int) -> Callable[[int], None]:
-    """What sends this process a signal at each of the first looks."""
-    return lambda look: os.kill(os.getpid(), numbers[look - 1]) if look <= len(numbers) else None
+    """Return a function that sends this process a signal at each of the first polls."""
+    return lambda poll: os.kill(os.getpid(), numbers[poll - 1]) if poll <= len(numbers) else None
 
 
 @pytest.mark.parametrize(
@@ -64,7 +64,7 @@ def send(*numbers: int) -> Callable[[int], None]:
 def test_after_a_failure_the_others_are_saved(train, capsys, code, exit_code, line):
     other = Child()
     assert train(Child(code), other) == exit_code
-    assert other.told == [signal.SIGTERM] and other.looks == 8
+    assert other.told == [signal.SIGTERM] and other.polls == 8
     said = capsys.readouterr()
     assert said.err.splitlines()[2:] == [f"error: run arm/seed-0 {line}"]
     assert said.out.startswith("stopped; to resume:")
@@ -97,7 +97,7 @@ def unreadable(trial: several.Trial) -> bool:
     ],
 )
 def test_a_run_that_somebody_else_stopped_is_not_done(train, capsys, settled, line):
-    """Its process ends with 0 then, because it has saved a checkpoint. The others are saved."""
+    """The process of a stopped run ends with 0, because it has saved a checkpoint."""
     other = Child()
     assert train(Child(0), other, settled=settled) == 1
     assert other.told == [signal.SIGTERM]

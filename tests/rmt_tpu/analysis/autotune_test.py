@@ -194,7 +194,7 @@ def test_on_a_gpu_an_entry_says_what_is_faster(out):
 
 @pytest.mark.parametrize("timing", [Timing(wrong="NaN"), Timing(failed="RuntimeError: no room")])
 def test_a_default_that_fails_on_the_device_has_no_time(out, timing):
-    """Nor an entry, which would end the search for good."""
+    """A default that failed gets no entry, which would end the search for good."""
     key = tuned.items({"K": 64, "V": 64, "R": 0, "P": 16, "dtype": "bfloat16"})
     given = Problem("nvidia_h200", "cuda", "key_vector_read", key, 8192)
     timer = lambda problem, chosen: {chosen[0]: timing, None: Timing((1e-3,) * 3)}

@@ -67,7 +67,7 @@ def test_a_call_becomes_the_case_that_it_is_of(name, case):
 
 @pytest.mark.slow
 def test_the_parts_of_ring_attention_are_checked_with_their_gradients():
-    """Of grouped heads, with ALiBi and segments; at half of a device's tokens."""
+    """The case has grouped heads, ALiBi and segments, and half of a device's tokens."""
     slopes, ids = jnp.ones(4), jnp.zeros((1, 256), jnp.int32)
 
     def loss(qkv):

@@ -81,7 +81,7 @@ def test_how_a_conversation_starts():
     ],
 )
 def test_a_template_that_writes_the_start_of_training(source, starts, changed):
-    """For programs that put no start token in front; the rest of the text is the same."""
+    """The template writes the start token itself, and the rest of the text is the same."""
     template = made(source, special_tokenizer(), names={"pad_token": ""}, starts=starts)
     written = template.standalone_json()
     assert set(written) == {"bos_token", "eos_token", "chat_template"}

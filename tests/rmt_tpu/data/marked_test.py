@@ -255,7 +255,7 @@ def test_tables_have_the_same_documents(tmp_path):
 
 
 def test_absent_fields_of_messages_do_not_reach_the_template(tmp_path):
-    """In a table, all messages have the fields that one of them has."""
+    """All messages of a table have the fields that any of them has, with null for the others."""
     import pyarrow
     import pyarrow.parquet
 

@@ -163,7 +163,7 @@ def test_sentence_pieces_stream_with_their_spaces_and_bytes(tmp_path):
 
 
 def metaspace(scheme):
-    """The same vocabulary, with the pre-tokenizer of newer files in place of the normalizer."""
+    """Return a tokenizer whose pre-tokenizer, as in newer files, writes the spaces."""
     library = sentence_pieces()
     library.normalizer = normalizers.Sequence([])
     library.pre_tokenizer = pre_tokenizers.Metaspace("▁", prepend_scheme=scheme)

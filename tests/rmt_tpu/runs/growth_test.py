@@ -81,7 +81,7 @@ def logits(config, params):
 
 
 def grown(tree, like, config):
-    """What a run of `config` restores from a checkpoint of `tree`."""
+    """Return what a run of `config` restores from a checkpoint of `tree`."""
     with tempfile.TemporaryDirectory() as folder:
         checkpoints = Checkpointer(folder)
         checkpoints.save(5, tree, {})
@@ -89,7 +89,7 @@ def grown(tree, like, config):
 
 
 def on_host(tree, dtype=None):
-    """NumPy arrays with the shapes of a tree, to restore into; keys of JAX as they are."""
+    """Return NumPy arrays with the shapes of a tree, to restore into; JAX keys stay as they are."""
 
     def array(x):
         if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
@@ -100,7 +100,7 @@ def on_host(tree, dtype=None):
 
 
 def grow(params, after):
-    """The parameters of a checkpoint with `params`, as a run of `after` restores them."""
+    """Return the parameters that a run of `after` restores from a checkpoint with `params`."""
     shapes = nnx.to_pure_dict(nnx.state(models.abstract(after), nnx.Param))
     like = on_host(shapes, jax.tree.leaves(params)[0].dtype)
     return grown({"params": params}, {"params": like}, after)["params"]

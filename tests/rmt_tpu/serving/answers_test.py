@@ -120,7 +120,7 @@ def test_the_prompt_is_told_first(given):
 
 
 def sentence_pieces() -> BpeTokenizer:
-    """Llama's kind: U+2581 stands for a space, and is put before a text."""
+    """Return a tokenizer like Llama's, which puts U+2581, for a space, before a text."""
     names = ["<s>", "▁", "a", "b", "▁a", "▁ab"]
     model = tokenizers.models.BPE({n: k for k, n in enumerate(names)}, [("▁", "a"), ("▁a", "b")])
     library = tokenizers.Tokenizer(model)

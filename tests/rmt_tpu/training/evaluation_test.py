@@ -48,7 +48,7 @@ def test_a_preset_reads_as_much_as_it_did():
 
 
 def test_scalars_are_means_over_tokens_and_a_text_without_a_share_does_not_count(unannotated):
-    """Of two texts, the one with share 0 has no token with a loss."""
+    """The text with share 0 has no token with a loss."""
     mesh = sharding.make_mesh("data=1", jax.devices()[:1])
 
     def loss(params, batch):
