@@ -29,7 +29,8 @@ from jaxtyping import Array, Float
 
 from pallas_kernels.platform import vary_alike
 from rmt_tpu.cores import Aux, Context
-from rmt_tpu.execution.banked_stack import StackArrays, StackRunner
+from rmt_tpu.execution.banked_stack import StackRunner
+from rmt_tpu.execution.banked_state import StackArrays
 from rmt_tpu.execution.kernels import at_current_precision
 from rmt_tpu.execution.layer import DecoderParts, no_aux
 from rmt_tpu.layers import stacks

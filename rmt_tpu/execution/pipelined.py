@@ -22,7 +22,7 @@ from jaxtyping import Array, Float, Int, Shaped
 import sharding
 from rmt_tpu import config as cfg
 from rmt_tpu.cores import Aux, Context
-from rmt_tpu.execution import banked_stack, kernels, scanned
+from rmt_tpu.execution import banked_stack, banked_state, kernels, scanned
 from rmt_tpu.execution.layer import DecoderParts, no_aux, start
 from rmt_tpu.layers.data_vectors import Read
 from sharding import pipeline
@@ -276,7 +276,7 @@ def _bank_stages(decoder: DecoderParts, schedule: sharding.Schedule) -> Stages:
     graphdef, layers = _own_layers(decoder, schedule)
     merged = nnx.merge(graphdef, layers)
     writers = merged[0].site.writer
-    chunk_params = banked_stack.StackArrays(
+    chunk_params = banked_state.StackArrays(
         layers,
         _scores(decoder, graphdef, layers, schedule),
         _next_writers(writers, decoder.final_site.writer),
@@ -303,7 +303,7 @@ def _bank_stages(decoder: DecoderParts, schedule: sharding.Schedule) -> Stages:
     def rows_backward(chunk_arrays, _, index, bank, microbatch, d_bank, d_aux):
         """Run a chunk of layers backwards, and add the gradient of its input rows to d_bank."""
         carry, at = (d_bank, jnp.zeros_like(bank[0])), index * size
-        saved = banked_stack.SavedStack()
+        saved = banked_state.SavedStack()
         if runner.grouping.open:
             again = (bank, jnp.zeros_like(bank[0]), no_aux(config, dtype))
             saved = runner.forward(
