@@ -285,7 +285,7 @@ def depth_attention_merge(
     operands = Merge(
         _folded(query, gain, current),
         mixed.reshape(mixed.shape[0], *tokens, *query.shape),
-        log_sums.reshape(tokens),
+        wide(log_sums.reshape(tokens)),
         jnp.asarray(site, jnp.int32),
         current.reshape(*tokens, *query.shape),
         jnp.asarray(active),
@@ -335,7 +335,7 @@ def depth_attention_merge_at(
         parameters.astype(jnp.result_type(jnp.float32, current)),
         jnp.asarray(layer, jnp.int32),
         mixed.reshape(S, T, D),
-        log_sums.reshape(S, T),
+        wide(log_sums.reshape(S, T)),
         jnp.asarray(site, jnp.int32),
         current.reshape(T, D),
         jnp.asarray(active),
@@ -502,13 +502,13 @@ def _checked(queries, sources, gains, count, prior, epsilon):
 
     Returns:
       The operands, and two functions that give other arrays the same token axes: one for arrays [n,
-      *tokens, *size], and one for arrays [n, *tokens].
+      *tokens, *size], and one for log-sum-exps [n, *tokens], which it converts to at least float32.
     """
     check_sources(queries, sources, gains, count, prior, epsilon)
     size = queries.shape[1:]
     tokens = _tokens(sources.shape[1 : -len(size)], len(size))
     rows = lambda x: x.reshape(x.shape[0], *tokens, *size)
-    per_token = lambda x: x.reshape(x.shape[0], *tokens)
+    per_token = lambda x: wide(x.reshape(x.shape[0], *tokens))
     prior = None if prior is None else (rows(prior[0]), per_token(prior[1]))
     queries = _folded(queries, gains, sources)
     operands = Partial(queries, rows(sources), _count(count, sources), prior)

@@ -14,7 +14,7 @@ from jaxtyping import Array, Bool, DTypeLike, Float, Int
 from pallas_kernels.arguments import Norm, check_array, check_epsilon, check_norm
 from pallas_kernels.depth_attention import mosaic_tpu_merge_read
 from pallas_kernels.depth_attention.checks import check_mixed
-from pallas_kernels.depth_attention.interface import Merge, MergeCotangents, MergeRead
+from pallas_kernels.depth_attention.interface import Merge, MergeCotangents, MergeRead, wide
 from pallas_kernels.depth_attention.merge_read_in_two import MOSAIC_GPU, XLA
 from pallas_kernels.platform import Implementation, Implementations, reverse_mode
 
@@ -84,7 +84,7 @@ def depth_attention_merge_read(
     call = _MergeReadCall(norm, epsilon, norm_epsilon, dtype, implementation)
     site, active = jnp.asarray(site, jnp.int32), jnp.asarray(active)
     query = query.astype(jnp.result_type(jnp.float32, current))
-    of_merge = Merge(query, mixed, log_sums, site, current, active)
+    of_merge = Merge(query, mixed, wide(log_sums), site, current, active)
     return _merge_read(call, MergeRead(of_merge, norm_gain, read_keys))
 
 

@@ -183,6 +183,33 @@ def test_backward_of_a_block_adds_to_what_is_there():
     np.testing.assert_array_equal(g.sources[3:], there[3:])
 
 
+@pytest.mark.parametrize("implementation", ["xla", "mosaic_tpu"])
+def test_narrow_log_sums_count_as_float32(implementation):
+    sources = jnp.asarray(normal(2, 8, 128), jnp.bfloat16)
+    query, gain = jnp.asarray(normal(128, seed=1), jnp.float32), jnp.ones(128)
+    options = {"implementation": implementation}
+
+    def total(log_sums):
+        prior = sources[1], log_sums
+        mixed = pallas_kernels.depth_attention(query, sources, prior=prior, **options)
+        merged = pallas_kernels.depth_attention_merge(
+            sources, log_sums, 0, sources[1], query, gain, **options
+        )
+        return jnp.sum(mixed.astype(jnp.float32)) + jnp.sum(merged[2].astype(jnp.float32) ** 3)
+
+    log_sums = jnp.asarray(normal(8, seed=2), jnp.bfloat16)
+    both = log_sums, log_sums.astype(jnp.float32)
+    if implementation == "xla":
+        narrow, wide = (jax.value_and_grad(total)(x) for x in both)
+        assert_close(narrow[0], wide[0], 1e-6)
+        assert narrow[1].dtype == jnp.bfloat16
+        # The cotangents of two uses are rounded to bfloat16 each, and so is their sum.
+        assert_close(narrow[1].astype(jnp.float32), wide[1], 2**-7)
+    else:
+        shapes = [jax.eval_shape(jax.grad(total), x) for x in both]
+        assert [x.dtype for x in shapes] == [jnp.bfloat16, jnp.float32]
+
+
 def by_scan(f, query, sources):
     def body(total, query):
         return total + f(query, sources), None
