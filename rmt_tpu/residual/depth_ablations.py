@@ -229,10 +229,12 @@ class DepthAblation(depth_attention.DepthAttention):
     def seen(self, site: int) -> list[int]:
         """Return the indices of the sources that a site attends to, oldest first.
 
-        With a window, these are the embedding and the newest `window` of the other sources.
+        With a window, these are the embedding and the newest `window` of the other sources. An
+        output site without attention has no window.
         """
         every, window = super().seen(site), getattr(self.mixer, "window", None)
-        return every if window is None else [0, *every[1:][-window:]]
+        attends = site < self.num_sublayers or self.mixer.output_site == "attention"
+        return [0, *every[1:][-window:]] if attends and window is not None else every
 
     def plain_weights(
         self, index: int, site: nnx.Module, values: Float[Array, "sources batch seq *shape"]

@@ -24,6 +24,7 @@ MIXERS = {
     "odd blocks": ("matrix", cfg.BlockAttention(sublayers_per_block=3)),
     "scalars": ("vector", cfg.BlockAttention(sublayers_per_block=4, query="scalars")),
     "scalars of a window": ("vector", cfg.FullAttention(query="scalars", window=2)),
+    "sum beside a window": ("vector", cfg.FullAttention(window=2, output_site="sum")),
     "input query": ("vector", cfg.BlockAttention(sublayers_per_block=3, query="input")),
     "open": (
         "vector",
