@@ -192,7 +192,7 @@ def depth_attention(model, h, places):
         if block or o.cumulative:  # a cumulative source is the standard residual
             v = v + [sum(sums + block if o.cumulative else block)]
         if k == depth and o.output_site != "attention":
-            u = v[-1] if o.output_site == "newest" or o.cumulative else sum(v)
+            u = v[-1] if o.output_site == "newest" or o.cumulative else sum(sums)
         else:
             if o.query in ("none", "scalars"):
                 logits = torch.zeros(len(v), *h.shape[:2], 1).to(wide(h))
@@ -362,17 +362,27 @@ class RmtTpuForCausalLM(PreTrainedModel, GenerationMixin):
         h = self.residual.term(separate(rows, vectors), site)
         if getattr(table, "positions", None) is None:
             return h
+        if (longest := int(positions.max()) + 1) > (size := len(table.positions)):
+            raise ValueError(f"{longest} tokens are more than the model has positions for ({size})")
         rows = separate(factors["positions"] * table.positions[positions], vectors)
         keys = getattr(getattr(self, "store", None), "position_keys", None)
         return h + self.residual.term(rows, SimpleNamespace(write=None, store_keys=keys))
 
-    def forward(self, input_ids, attention_mask=None, labels=None, **others):
+    def forward(self, input_ids, attention_mask=None, labels=None, position_ids=None, **others):
         """Return next-token logits [batch, seq, vocab] and, given labels, the next-token loss.
 
         All arguments are [batch, seq]; attention_mask is 1 for tokens, and 0 for padding.
+
+        Raises:
+          ValueError: position_ids are not the places of one text's tokens; or there are arguments
+            that would have no effect; or there are more tokens than positions.
         """
+        if any(others.pop(name, None) is not None for name in ("inputs_embeds", "past_key_values")):
+            raise ValueError("inputs_embeds and past_key_values are not supported; legal: None")
         real = torch.ones_like(input_ids) if attention_mask is None else attention_mask.long()
         i, positions = torch.arange(input_ids.shape[1]).to(real), (real.cumsum(1) - 1).clip(0)
+        if position_ids is not None and ((position_ids != positions) & (real > 0)).any():
+            raise ValueError("position_ids are not 0, 1, 2, ..; legal: one text in each row")
         distances = i[:, None] - i
         context = Context(positions, distances, (distances >= 0) & (real > 0)[:, None], real)
         places = self.places()

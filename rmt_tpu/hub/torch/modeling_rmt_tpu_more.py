@@ -89,7 +89,7 @@ def mudd(model, h, places):
             outputs.append(h)
             *ways, h = sums(networks(str(index // 2 - 1))) if index else [h] * 4
         z = read(h, site, core)
-        if groups(core):
+        if index % 2 == 0 and groups(core):
             heads = [read(u, site, core).heads.split(groups(core), 2) for u in ways]
             z = Read(torch.cat([heads[way][way] for way in range(3)], 2), z.data)
         h = h + (yield z)

@@ -56,8 +56,8 @@ def feed_forward(**options):
     return vector().replace(feed_forward=cfg.FeedForward(22, **options))
 
 
-def cores(*layers, store=VECTOR, **changes):
-    stacks = tuple(cfg.Stack(layer, 2) for layer in layers)
+def cores(*layers, store=VECTOR, repeat=2, **changes):
+    stacks = tuple(cfg.Stack(layer, repeat) for layer in layers)
     return cfg.ModelConfig(stacks, store, vocab_size=models.VOCAB, norm="rmsnorm", **changes)
 
 
@@ -85,6 +85,7 @@ MODELS = {
     "scalars": vector(dataclasses.replace(FULL, query="scalars", window=2)),
     "no query": vector(dataclasses.replace(BLOCKS, query="none", newest_bias=1.0)),
     "window": vector(dataclasses.replace(FULL, window=2)),
+    "sum beside a window": vector(dataclasses.replace(FULL, window=1, output_site="sum")),
     "heads": vector(dataclasses.replace(BLOCKS, num_heads=4, key_norm=False)),
     "sigmoid": matrix(cfg.BlockAttention(layers_per_block=1, weights="sigmoid")),
     # Other mixers.
@@ -151,6 +152,12 @@ MODELS = {
     "gated delta net": cores(
         (cfg.Kda(4, 6, num_key_heads=2, decays="heads", gates="full", gate_activation="silu"),)
         + (PLAIN,)
+    ),
+    "mudd with heads second": cores(
+        (ROTATED, cfg.Kda(2, 6, decays="heads", gates="full")),
+        (ROTATED, PLAIN),
+        mixer=cfg.Mudd(),
+        repeat=1,
     ),
     "experts": cores((ROTATED, dataclasses.replace(EXPERTS, scale=2.5))),
     "experts matrix": cores((ROTATED, EXPERTS), store=cfg.MatrixStore(5), mixer=FULL),
@@ -331,6 +338,27 @@ def test_loss_and_gradient(folder):
     keys = model.stacks.get_submodule("0.0.site").read_keys.grad.numpy()
     expected = np.asarray(gradient["stacks"][0][0]["site"]["read_keys"])
     np.testing.assert_allclose(keys, expected, rtol=0, atol=1e-3 * np.abs(expected).max())
+
+
+def test_arguments_without_effect_are_refused(tmp_path):
+    import torch
+
+    config = attention(positions=cfg.Learned(LENGTH))
+    decoder = nnx.merge(models.graph(config), models.random_parameters(config))
+    export(decoder, ByteTokenizer(), tmp_path / "m", max_length=LENGTH, kind="rmt_tpu")
+    model, tokens = opened(tmp_path / "m"), torch.zeros((1, 4), dtype=torch.int64)
+    model(tokens, position_ids=torch.arange(4)[None])
+    mask = torch.tensor([[0, 1, 1, 1]])
+    model(tokens, attention_mask=mask, position_ids=torch.tensor([[1, 0, 1, 2]]))
+    refused = {
+        "one text in each row": {"position_ids": torch.tensor([[0, 1, 0, 1]])},
+        "inputs_embeds": {"inputs_embeds": torch.zeros((1, 4, 8))},
+    }
+    for message, arguments in refused.items():
+        with pytest.raises(ValueError, match=message):
+            model(tokens, **arguments)
+    with pytest.raises(ValueError, match=f"more than the model has positions for .{LENGTH}"):
+        model(tokens.expand(1, 4).repeat(1, LENGTH))
 
 
 def test_what_transformers_saves_opens_again(folder, tmp_path):
