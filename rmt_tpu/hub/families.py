@@ -97,6 +97,10 @@ GPT2 = "layernorm"
 # OWN: this is the model type `rmt_tpu`, which can express any model of this package.
 OWN = "own"
 
+# The name prefix of the layers for multi-token prediction in Qwen's files. The transformers library
+# ignores these tensors too.
+MTP = ("mtp.",)
+
 FAMILIES = {
     "llama": Family("LlamaForCausalLM", {"max_position_embeddings": 2048}, end=2),
     "mistral": Family(
@@ -222,6 +226,7 @@ FAMILIES = {
         },
         frozenset({NEXT}),
         rotated=0.25,
+        ignored=MTP,
     ),
     "gemma2": Family(
         "Gemma2ForCausalLM",
@@ -364,8 +369,7 @@ FAMILIES["qwen3_5_text"] = Family(
     frozenset({NEXT, APART}),
     rotated=0.25,
     other_bases=("model.language_model.",),
-    # These tensors belong to the image model, and to the layers for multi-token prediction.
-    ignored=("mtp.", "model.visual."),
+    ignored=(*MTP, "model.visual."),  # The latter tensors belong to the image model.
 )
 FAMILIES["qwen3_5_moe_text"] = FAMILIES["qwen3_5_text"]._replace(
     architecture="Qwen3_5MoeForCausalLM",

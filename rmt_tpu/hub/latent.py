@@ -107,13 +107,15 @@ def own_family(fields: Fields, family: Family) -> Family:
     """Return `family`, adapted to the tensor layout that a config.json describes.
 
     In some files, RoPE rotates pairs of adjacent numbers, or experts are packed. Layers for
-    multi-token prediction are ignored; their numbers follow those of the model's own layers.
+    multi-token prediction are ignored, with each prefix that the family's files may have; their
+    numbers follow those of the model's own layers.
 
     Raises:
       UsageError: one of these fields has an illegal value.
     """
     first, more = fields.size("num_hidden_layers"), fields.count("num_nextn_predict_layers")
-    ignored = tuple(f"model.layers.{layer}." for layer in range(first, first + more))
+    layers = [f"model.layers.{layer}." for layer in range(first, first + more)]
+    ignored = tuple(base + layer for base in ("", *family.other_bases) for layer in layers)
     halves = KIMI not in family.traits and not fields.flag("rope_interleave")
     traits = family.traits - ({INTERLEAVED} if halves else set())
     if KIMI in family.traits and kimi_k3.is_packed(fields):

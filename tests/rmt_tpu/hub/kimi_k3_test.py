@@ -98,6 +98,21 @@ def test_in_and_out(tmp_path):
     same(reloaded, decoder)
 
 
+def test_layers_that_predict_further_tokens_are_ignored(tmp_path):
+    """Their tensors have the prefix of the text model's other tensors."""
+    tensors = oracle_k3.drawn(CONFIG)
+    tensors["language_model.model.layers.5.eh_proj.weight"] = np.ones((3, 2), np.float32)
+    config = CONFIG | {"text_config": TEXT | {"num_nextn_predict_layers": 1}}
+    for name, values in (("one", config), ("none", CONFIG)):
+        folder = written(tmp_path / name, values, tensors)
+        described, found = describe(folder), weights.Tensors(folder)
+        if name == "one":
+            assert weights.pieces_by_parameter(found, described)
+            continue
+        with pytest.raises(UsageError, match="layers.5.eh_proj.weight .* is not a tensor of"):
+            weights.pieces_by_parameter(found, described)
+
+
 def test_shards_are_read_alone(tmp_path):
     """Halves of experts, of their hidden neurons, and of their inputs, in the middle of groups."""
     folder = written(tmp_path / "hub", CONFIG, oracle_k3.drawn(CONFIG))

@@ -4,6 +4,7 @@ import json
 
 import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 
 import rmt_tpu
 from rmt_tpu import config as cfg
@@ -49,6 +50,10 @@ def test_the_text_model_of_a_model_of_images(tmp_path):
     same(found, text)
     export(found, tokenizer, tmp_path / "out", max_length=64)
     assert json.loads((tmp_path / "out/config.json").read_text())["model_type"] == "qwen3_next"
+    # The hub's own files of qwen3_next have layers that predict more tokens, too.
+    tensors = load_file(tmp_path / "out/model.safetensors")
+    tensors["mtp.fc.weight"] = np.ones(8, np.float32)
+    save_file(tensors, tmp_path / "out/model.safetensors")
     next_one, _ = rmt_tpu.load(tmp_path / "out")
     assert next_one.config == text.config
     same(next_one, text)
