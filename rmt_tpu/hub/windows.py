@@ -62,6 +62,16 @@ def _by_default(fields: Fields, family: Family, rotated: list[bool]) -> list[boo
     return [True for _ in layers]
 
 
+def _no_windows(family: Family, layers: int) -> dict[str, Any]:
+    """Return the fields for a model without windows; {} if the type has none by default."""
+    if "sliding_window" not in family.absent or _ON_REQUEST in family.absent:
+        return {}
+    if family.windows in _UNLISTED:
+        return {"sliding_window": None}
+    # The transformers library expects a size even if no layer has a window, so the default stays.
+    return {"layer_types": [FULL] * layers}
+
+
 def window_values(family: Family, windows: list[int | None]) -> dict[str, Any]:
     """Return the fields of config.json that describe the windows of all layers.
 
@@ -70,8 +80,10 @@ def window_values(family: Family, windows: list[int | None]) -> dict[str, Any]:
     the model.
     """
     window = next((size for size in windows if size is not None), None)
-    if window is None or family.windows is None:
+    if family.windows is None:
         return {}
+    if window is None:
+        return _no_windows(family, len(windows))
     values: dict[str, Any] = {"sliding_window": window}
     if _ON_REQUEST in family.absent:
         values[_ON_REQUEST] = True

@@ -324,6 +324,19 @@ def test_later_files_of_olmo3_have_rope_of_each_kind_of_layer():
     assert bases == [900.0, 900.0, 900.0, 700.0, 900.0]
 
 
+@pytest.mark.parametrize("kind", ["gemma2", "gemma3_text", "olmo3", "ministral", "mistral"])
+def test_no_window_is_written_where_the_kind_has_one_by_default(kind):
+    config = CONFIGS[kind] | {"layer_types": ["full_attention"] * 5}
+    if kind == "mistral":
+        config = CONFIGS[kind] | {"sliding_window": None}
+    model = model_config(config, "x")
+    assert not any(getattr(core, "window", None) for core in model.cores)
+    written = config_values(model, max_length=64, bos=0, ends=[0], kind=kind)
+    assert model_config(written, "x") == model
+    if kind.startswith("gemma"):
+        assert config_values(model, max_length=64, bos=0, ends=[0]) == written
+
+
 @pytest.mark.parametrize(
     "window", [(7,) * 5, (None, 7, 7, 7, 7), (7, None, 7, 7, 7), (7, 7, 5, 7, 7)]
 )
