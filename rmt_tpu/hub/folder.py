@@ -1,6 +1,9 @@
 """Load a decoder and a tokenizer from a hub folder, or export them to a hub folder."""
 
+import contextlib
 import json
+import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +34,8 @@ from rmt_tpu.hub.placing import read_parameter
 from rmt_tpu.hub.tensors import pieces
 from rmt_tpu.storage import Location, open_folder
 
+# The name of the folder, inside the exported one, that has the files of an unfinished export.
+UNFINISHED = "unfinished"
 DTYPES = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16, "float16": np.float16}
 
 
@@ -95,6 +100,29 @@ def new_folder(folder: str | Path) -> Path:
     return path
 
 
+@contextlib.contextmanager
+def _all_or_nothing(folder: Path) -> Iterator[Path]:
+    """Yield a folder inside `folder` whose files move to `folder` if the `with` statement succeeds.
+
+    After an error, `folder` is as it was. config.json moves last, so that a folder in which a
+    killed process left some files is not taken for a model.
+    """
+    existed, unfinished = folder.exists(), folder / UNFINISHED
+    folder.mkdir(parents=True, exist_ok=True)
+    unfinished.mkdir()
+    try:
+        yield unfinished
+        for path in sorted(unfinished.iterdir(), key=lambda path: path.name == CONFIG):
+            path.rename(folder / path.name)
+    except BaseException:
+        shutil.rmtree(unfinished, ignore_errors=True)
+        if not existed:
+            with contextlib.suppress(OSError):
+                folder.rmdir()
+        raise
+    unfinished.rmdir()
+
+
 def export(
     decoder: Decoder,
     tokenizer: data.Tokenizer,
@@ -106,6 +134,8 @@ def export(
     template: data.ChatTemplate | None = None,
 ) -> None:
     """Write a model and its tokenizer to a folder in the hub's format.
+
+    After an error, the folder is as it was: it does not exist, or is empty.
 
     The start and end tokens of texts are written to config.json and generation_config.json, and
     also to tokenizer_config.json if the tokenizer has names for them.
@@ -140,20 +170,19 @@ def export(
             array = array[key]
         return np.asarray(array[tuple(slice(*at) for at in piece.at)])
 
+    files = {
+        CONFIG: values | {"torch_dtype": dtype},
+        GENERATION: special_tokens(tokenizer.bos, tokenizer.ends),
+        tokens.CONFIG: names,
+    }
     try:
-        path.mkdir(parents=True, exist_ok=True)
-        weights.write(path, pieces(model, family), value, DTYPES[dtype])
-        if kind == own.KIND:
-            own.write_code(model, path)
-        files = {
-            CONFIG: values | {"torch_dtype": dtype},
-            GENERATION: special_tokens(tokenizer.bos, tokenizer.ends),
-            tokens.CONFIG: names,
-        }
-        for name, fields in files.items():
-            if fields:
-                text = json.dumps(fields, indent=2) + "\n"
-                (path / name).write_text(text, encoding="utf-8")
+        with _all_or_nothing(path) as unfinished:
+            weights.write(unfinished, pieces(model, family), value, DTYPES[dtype])
+            if kind == own.KIND:
+                own.write_code(model, unfinished)
+            tokenizer.save(str(unfinished), template=tokenizer.starts)
+            for name in filter(files.get, files):
+                text = json.dumps(files[name], indent=2) + "\n"
+                (unfinished / name).write_text(text, encoding="utf-8")
     except OSError as error:
         raise UsageError(f"{folder} cannot be written: {error.strerror}") from None
-    tokenizer.save(str(path), template=tokenizer.starts)

@@ -234,9 +234,15 @@ def test_weights_that_are_no_finite_floats_are_told(folder):
         assert "model.norm.weight has values that are not finite in float32" in told
 
 
-@pytest.mark.parametrize("dtype, large", [("float16", 7e4), ("bfloat16", 3.4e38)])
-def test_numbers_that_a_narrow_dtype_lacks_are_refused(dtype, large, tmp_path):
-    """The error names the tensor and the argument, which is the flag's value."""
+@pytest.mark.parametrize(
+    "dtype, large, shard", [("float16", 7e4, 5000), ("bfloat16", 3.4e38, weights.SHARD_BYTES)]
+)
+def test_numbers_that_a_narrow_dtype_lacks_are_refused(dtype, large, shard, tmp_path, monkeypatch):
+    """The error names the tensor and the argument, which is the flag's value.
+
+    The export leaves nothing behind, so that another dtype fits in the same folder.
+    """
+    monkeypatch.setattr(weights, "SHARD_BYTES", shard)
     decoder = made(model())
     gain = decoder.final_site.gain
     gain[...] = gain[...].at[3].set(-large)
@@ -244,7 +250,9 @@ def test_numbers_that_a_narrow_dtype_lacks_are_refused(dtype, large, tmp_path):
         export(decoder, ByteTokenizer(), tmp_path / "hub", max_length=64, dtype=dtype)
     tensor = "the tensor model.norm.weight, whose largest magnitude is"
     assert str(told.value).startswith(f"dtype={dtype} cannot express {tensor} {large:.4g}; legal:")
+    assert not list(tmp_path.iterdir())
     export(decoder, ByteTokenizer(), tmp_path / "hub", max_length=64)
+    same(rmt_tpu.load(tmp_path / "hub")[0], decoder)
 
 
 def test_weights_are_told_apart_without_reading_them(folder):
@@ -298,7 +306,8 @@ def test_the_folder_of_an_export(tmp_path, monkeypatch):
 
 
 def test_a_disk_without_room_is_told(tmp_path):
-    """A limit of the size of files stands for it."""
+    """A limit of the size of files stands for it. A folder that was there stays, and is empty."""
+    (tmp_path / "hub").mkdir()
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (2000, hard))  # bytes
     try:
@@ -306,8 +315,9 @@ def test_a_disk_without_room_is_told(tmp_path):
             export(made(model()), ByteTokenizer(), tmp_path / "hub", max_length=64)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    where = tmp_path / "hub/model.safetensors"
+    where = tmp_path / "hub/unfinished/model.safetensors"
     assert re.fullmatch(f"{where} cannot be written: .*File too large.*", str(told.value))
+    assert not list((tmp_path / "hub").iterdir())
 
 
 def test_a_text_ends_where_the_folder_says(folder, tmp_path):

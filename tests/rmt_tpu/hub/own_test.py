@@ -70,6 +70,23 @@ def test_a_tensor_is_a_parameter_of_its_shape_and_name(tmp_path):
     assert model_config(json.loads(json.dumps(values)), "x") == MODELS["blocks"]
 
 
+def test_config_json_is_written_last(tmp_path, monkeypatch):
+    """A process that is killed before leaves no folder that looks like a model."""
+    moved, rename = [], Path.rename
+
+    def noted(path, target):
+        moved.append(Path(target).name)
+        assert not is_hub(tmp_path / "hub")
+        return rename(path, target)
+
+    (tmp_path / "hub").mkdir()
+    monkeypatch.setattr(Path, "rename", noted)
+    export(made(MODELS["blocks"]), ByteTokenizer(), tmp_path / "hub", max_length=32, kind="rmt_tpu")
+    monkeypatch.undo()
+    assert set(moved) == {path.name for path in (tmp_path / "hub").iterdir()}
+    assert moved[-1] == "config.json" and is_hub(tmp_path / "hub")
+
+
 def test_a_new_run_takes_over_what_it_shares(tmp_path):
     """A run with the same mixer takes over all weights, and with another all but the mixes."""
     export(made(MODELS["blocks"]), ByteTokenizer(), tmp_path / "own", max_length=32, kind="rmt_tpu")
