@@ -15,7 +15,7 @@ from flax import nnx
 import sharding
 from rmt_tpu import data
 from rmt_tpu.decoder import Decoder
-from rmt_tpu.errors import UsageError
+from rmt_tpu.errors import ArgumentError, UsageError
 from rmt_tpu.generation.placement import parameter_shardings
 from rmt_tpu.hub import own, tokens, weights
 from rmt_tpu.hub.families import FAMILIES
@@ -153,8 +153,10 @@ def export(
     Raises:
       UsageError: the hub's format cannot express the model, the folder cannot be written, or the
         template cannot be compiled.
-      ArgumentError: `dtype` cannot express a number of a tensor.
+      ArgumentError: `dtype` is unknown, or cannot express a number of a tensor.
     """
+    if dtype not in DTYPES:
+        raise ArgumentError(f"dtype={dtype} cannot be written; legal: {', '.join(DTYPES)}")
     if kind not in (None, *EXPLICIT):
         raise UsageError(f"kind={kind} cannot be chosen; legal: None, {', '.join(EXPLICIT)}")
     path, model = new_folder(folder), decoder.config

@@ -234,6 +234,14 @@ def test_weights_that_are_no_finite_floats_are_told(folder):
         assert "model.norm.weight has values that are not finite in float32" in told
 
 
+def test_an_unknown_dtype_is_told(tmp_path):
+    with pytest.raises(
+        ArgumentError, match="^dtype=fp16 cannot be written; legal: float32, bfloat16, float16$"
+    ):
+        export(made(model()), ByteTokenizer(), tmp_path / "hub", max_length=64, dtype="fp16")
+    assert not list(tmp_path.iterdir())
+
+
 @pytest.mark.parametrize(
     "dtype, large, shard", [("float16", 7e4, 5000), ("bfloat16", 3.4e38, weights.SHARD_BYTES)]
 )
