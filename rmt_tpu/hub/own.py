@@ -40,6 +40,11 @@ CODE = {
     ),
 }
 
+# The names of parameters that are written in float32 even if the other tensors have a narrower
+# dtype: counts of tokens, from which the biases of experts follow, and the rates of decays. The
+# second PyTorch file keeps the same ones in float32.
+EXACT = frozenset({"decay_bias", "load", "log_rate", "seen"})
+
 
 def model_config(values: Mapping[str, Any], where: str) -> cfg.ModelConfig:
     """Read the model config from a config.json of the type `rmt_tpu`.
@@ -144,4 +149,5 @@ def pieces(model: cfg.ModelConfig) -> Iterator[Piece]:
     params = nnx.to_pure_dict(nnx.state(abstract, nnx.Param))
     shapes = traverse_util.flatten_dict(jax.tree.map(lambda x: x.shape, params))
     for path, shape in shapes.items():
-        yield Piece(".".join(map(str, path)), path, full(*shape), as_it_is=True)
+        name, exact = ".".join(map(str, path)), path[-1] in EXACT
+        yield Piece(name, path, full(*shape), as_it_is=True, exact=exact)

@@ -318,6 +318,10 @@ def experts(model, z, p, core, context, scale):
     return y + of_all
 
 
+# The names of parameters that stay in float32, which are narrow in no folder.
+EXACT = {"decay_bias", "load", "log_rate", "seen"}
+
+
 class RmtTpuConfig(BaseConfig):
     """The content of config.json; transformers allows each config class only one model class."""
 
@@ -340,3 +344,9 @@ class RmtTpuForCausalLM(Base):
         "hierarchical": hierarchical,
     }
     cores = Base.cores | {"mla": mla, "kda": kda, "experts": experts}
+
+    def post_init(self):
+        """Name the model's parameters that stay in float32; some versions refuse other names."""
+        names = {name.rpartition(".")[2] for name in self.config.tensors}
+        self._keep_in_fp32_modules_strict = sorted(names & EXACT)
+        super().post_init()

@@ -1,5 +1,6 @@
 """Folders of the kind `rmt_tpu` hold any model, bit for bit."""
 
+import ast
 import dataclasses
 import json
 import re
@@ -85,6 +86,29 @@ def test_config_json_is_written_last(tmp_path, monkeypatch):
     monkeypatch.undo()
     assert set(moved) == {path.name for path in (tmp_path / "hub").iterdir()}
     assert moved[-1] == "config.json" and is_hub(tmp_path / "hub")
+
+
+def test_counts_and_rates_stay_exact_in_narrow_files(tmp_path):
+    """All other tensors have the given dtype. The PyTorch code keeps the same ones in float32."""
+    experts = cfg.Experts(5, 2, 7, balance=cfg.Quantiles())
+    stacks = (cfg.Stack((cfg.Kda(2, 6), experts), 2),)
+    model = cfg.ModelConfig(stacks, cfg.VectorStore(20), vocab_size=257, norm="rmsnorm")
+    decoder = made(model)
+    options = {"max_length": 32, "kind": "rmt_tpu", "dtype": "bfloat16"}
+    export(decoder, ByteTokenizer(), tmp_path / "own", **options)
+    tensors = load_file(tmp_path / "own/model.safetensors")
+    wide = {name for name, x in tensors.items() if x.dtype == np.float32}
+    assert wide == {name for name in tensors if name.rpartition(".")[2] in own.EXACT}
+    assert {name.rpartition(".")[2] for name in wide} == own.EXACT
+    # Some versions of transformers look for the names in any part of a tensor's name.
+    assert wide == {name for name in tensors if re.search("|".join(own.EXACT), name)}
+    for name in wide:
+        value = decoder
+        for part in name.split("."):
+            value = value[int(part)] if part.isdigit() else getattr(value, part)
+        np.testing.assert_array_equal(tensors[name], value[...])
+    (found,) = re.findall("^EXACT = (.*)$", SOURCES[list(SOURCES)[1]].read_text(), re.MULTILINE)
+    assert ast.literal_eval(found) == own.EXACT
 
 
 def test_a_new_run_takes_over_what_it_shares(tmp_path):

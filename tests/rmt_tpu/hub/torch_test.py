@@ -22,6 +22,7 @@ from rmt_tpu import config as cfg
 from rmt_tpu.data import ByteTokenizer, load_tokenizer
 from rmt_tpu.generation.generate import complete
 from rmt_tpu.generation.sampling import Sampling
+from rmt_tpu.hub import own
 from rmt_tpu.hub.folder import export
 from tests import models
 
@@ -317,6 +318,28 @@ def test_bfloat16_is_the_dtype_of_its_folder(folder):
     # The parameters are the same; the computation is narrower.
     np.testing.assert_allclose(theirs(model.float(), tokens), ours, rtol=0, atol=1e-3)
     assert np.isfinite(theirs(model.bfloat16(), tokens)).all()
+
+
+@pytest.mark.parametrize("name", ["kda", "experts", "experts by quantiles", "hc without tanh"])
+def test_counts_and_rates_stay_in_float32(name, tmp_path):
+    """In a bfloat16 folder, and in a model that is narrower than its folder."""
+    decoder = nnx.merge(models.graph(MODELS[name]), models.random_parameters(MODELS[name]))
+    options = {"max_length": 32, "kind": "rmt_tpu", "dtype": "bfloat16"}
+    export(decoder, ByteTokenizer(), tmp_path / "m", **options)
+    ours = nnx.to_pure_dict(nnx.state(decoder, nnx.Param))
+    for dtype in (None, "bfloat16"):
+        model, exact = opened(tmp_path / "m", dtype), 0
+        for path, parameter in model.named_parameters():
+            wide = path.rpartition(".")[2] in own.EXACT
+            assert str(parameter.dtype) == f"torch.{'float32' if wide else 'bfloat16'}"
+            if wide:
+                value, exact = ours, exact + 1
+                for part in path.split("."):
+                    value = value[int(part) if part.isdigit() else part]
+                np.testing.assert_array_equal(parameter.detach().numpy(), np.float32(value))
+        assert (exact > 0) == (name != "hc without tanh")
+        logits = theirs(model, random_tokens(MODELS[name]))
+        assert np.isfinite(logits).all()
 
 
 def test_loss_and_gradient(folder):
