@@ -8,6 +8,7 @@ import pytest
 from flax import nnx
 
 import rmt_tpu
+from pallas_kernels.target import chip_of
 from rmt_tpu import config as cfg
 from rmt_tpu import cost as resources
 from rmt_tpu.config import presets
@@ -35,14 +36,34 @@ def test_flops_are_near_the_compilers(store):
     assert counted.cost_analysis()["flops"] == pytest.approx(expected, rel=0.15)
 
 
-def test_peak_flops_of_a_device_kind():
-    assert resources.peak_flops("TPU v5 lite") == 197e12
-    assert resources.peak_flops("TPU v5p") == resources.peak_flops("TPU v5") == 459e12
-    assert resources.peak_flops("TPU v5e") == 197e12
-    assert resources.peak_flops("TPU v6e") == 918e12
-    assert resources.peak_flops("NVIDIA H100 80GB HBM3") == 989e12
-    assert resources.peak_flops("NVIDIA H100 PCIe") == 756e12
-    assert resources.peak_flops("NVIDIA H100 NVL") == 835e12
+# By device kind: teraFLOP/s of dense bfloat16 products and GB/s of memory, from the makers' pages.
+# A TPU7x device is half a chip. H100 PCIe and NVL have no bandwidth here.
+PUBLISHED = {
+    "TPU v4": (275, 1228),
+    "TPU v5 lite": (197, 819),
+    "TPU v5e": (197, 819),
+    "TPU v5": (459, 2765),
+    "TPU v5p": (459, 2765),
+    "TPU v6e": (918, 1640),
+    "TPU7x": (2307 / 2, 7380 / 2),
+    "NVIDIA A100-SXM4-80GB": (312, 2039),
+    "NVIDIA H100 80GB HBM3": (989, 3352),
+    "NVIDIA H100 PCIe": (756, None),
+    "NVIDIA H100 NVL": (835, None),
+    "NVIDIA H200": (989, 4800),
+    "NVIDIA B200": (2250, 7700),
+}
+
+
+@pytest.mark.parametrize("kind", PUBLISHED)
+def test_a_device_kind_has_the_makers_figures(kind):
+    flops, bandwidth = PUBLISHED[kind]
+    assert resources.peak_flops(kind) == pytest.approx(flops * 1e12, rel=1e-3)
+    if bandwidth is not None:
+        assert chip_of(kind).bandwidth == pytest.approx(bandwidth * 1e9, rel=5e-3)
+
+
+def test_an_unknown_device_has_no_peak():
     assert resources.peak_flops("cpu") is None
 
 

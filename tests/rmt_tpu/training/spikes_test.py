@@ -45,6 +45,16 @@ def test_a_spike_hardly_changes_the_spread_and_a_new_level_becomes_usual():
     assert abs(spread.deviations(3.0)) < 1
 
 
+def test_a_spike_counts_as_four_deviations_in_a_mean_over_200_steps():
+    spread = Spread()
+    for _ in range(400):
+        spread = spread.counting(1.0)
+    assert (spread.mean, spread.variance) == (0, 0)
+    after, weight, change = spread.counting(1e6), 1 / 200, 4 * 0.05
+    assert after.mean == pytest.approx(weight * change, rel=1e-12)
+    assert after.variance == pytest.approx((1 - weight) * weight * change**2, rel=1e-12)
+
+
 def test_a_norm_that_is_not_finite_is_no_spike_and_is_not_counted():
     spread = Spread(0.0, 1.0, 60)
     for norm in (math.nan, math.inf, 0.0):

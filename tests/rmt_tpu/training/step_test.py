@@ -16,6 +16,8 @@ from pallas_kernels.target import lowering_for
 from rmt_tpu.analysis.step_cost import trace_config
 from rmt_tpu.config import AdamW, DataConfig, Muon, MuP, RunConfig, TrainConfig, resume_rule
 from rmt_tpu.config.presets import run as run_of
+from rmt_tpu.data import ByteTokenizer
+from rmt_tpu.data.datasets import load_datasets
 from rmt_tpu.decoder import Decoder
 from rmt_tpu.errors import UsageError
 from rmt_tpu.layers.data_vectors import concatenate
@@ -23,6 +25,7 @@ from rmt_tpu.training import loss as loss_module
 from rmt_tpu.training.loss import next_token_loss
 from rmt_tpu.training.optimizer import learning_rate, make_optimizer
 from rmt_tpu.training.run import prepare
+from rmt_tpu.training.step import initial_state, make_train_step
 from tests import models
 from tests.closeness import assert_close
 from tests.tiers import later
@@ -198,7 +201,9 @@ def test_update_is_adamw_and_spares_what_is_excluded_from_decay():
         decay = 0.0 if role in config.decay_exclude else 0.5 * 0.1 * 2.0
         assert new[name] == pytest.approx(2.0 + 0.5 - decay, rel=1e-5)
     independent = dataclasses.replace(config, independent_weight_decay=True)
-    assert one_update(independent, gradient, params)["d"] == pytest.approx(2.5 - 0.1 * 2, rel=1e-5)
+    # The parameter's factor is one of its rate, and not of its decay.
+    slower = one_update(independent, gradient, params, d=0.5)["d"]
+    assert slower == pytest.approx(2.0 + 0.5 * 0.5 - 0.1 * 2, rel=1e-5)
     everything = dataclasses.replace(config, decay_exclude=())
     assert one_update(everything, gradient, params)["a"] == pytest.approx(2.4, rel=1e-5)
 
@@ -371,6 +376,38 @@ def test_a_step_that_is_not_finite_changes_nothing_and_is_counted():
     # The first update has the first rate.
     rates = [float(of["optim/learning_rate"]) for of in (metrics, after)]
     assert rates[0] == rates[1] == learning_rate(run_config().train.optimizer, 2)(0)
+
+
+@pytest.mark.parametrize(
+    ("loss", "gradient"), [(1.0, np.inf), (np.inf, 1.0), (np.nan, 1.0), (1.0, 1.0)]
+)
+def test_a_loss_or_a_gradient_that_is_not_finite_skips_a_step(loss, gradient):
+    config, roles = run_config(), {"w": "hidden"}
+    of = {"roles": roles, "axes": {"w": ("dim", "hidden")}, "rates": {"w": 1.0}}
+    optimizer, params = make_optimizer(AdamW(), steps=4, **of), {"w": jnp.ones((2, 3))}
+    found = {"w": jnp.full((2, 3), gradient)}, loss_module.Loss(*map(jnp.float32, (loss, loss, 0)))
+    step = make_train_step(config, lambda *_: found, optimizer, roles, lambda params: {})
+    before = initial_state(params, optimizer, jax.random.key(0), {})
+    after, _ = jax.jit(step)(before, models.batch(8))
+    skips = not np.isfinite(loss + gradient)
+    assert int(after.skipped) == skips and bool((after.params["w"] == 1).all()) == skips
+
+
+def test_weights_and_the_order_of_text_follow_from_the_seed(tmp_path):
+    """Each on its own: either would make two runs differ."""
+    path = tmp_path / "text.txt"
+    path.write_text("the quick brown fox jumps over the lazy dog.\n" * 40)
+    found = []
+    for seed in (0, 1, 1):
+        config = run_config("vector", model=models.model("vector", vocab_size=257), seed=seed)
+        config = dataclasses.replace(config, data=DataConfig(seq_len=11, source=str(path)))
+        run = prepare(config, sharding.make_mesh("data=1", jax.devices()[:1]))
+        tokens = jax.jit(lambda run=run: run.init().params["embedding"]["tokens"])()
+        batch = load_datasets(config, ByteTokenizer()).train.batch_at(0)
+        found.append((np.asarray(tokens), batch.inputs))
+    for first, second, third in zip(*found, strict=True):
+        assert (first != second).mean() > 0.5
+        np.testing.assert_array_equal(second, third)
 
 
 @pytest.mark.slow
