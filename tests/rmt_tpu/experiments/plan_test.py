@@ -198,3 +198,4 @@ def test_ablations_are_searched_along_both_axes():
     found = {(point[plan.RATE], point[plan.DEPTH_RATE]) for point in search.points}
     factors = {(0.028, factor) for factor in (1, 0.3, 0.1, 0.03, 0.01)}
     assert found == factors | {(0.012, 0.1), (0.067, 0.1)} and len(search.points) == 7
+    assert search.config.train.eval_every == 0  # text is held out for the final loss alone
