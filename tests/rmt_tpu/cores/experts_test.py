@@ -170,6 +170,15 @@ def test_the_load_of_a_single_expert_is_equal():
     assert {float(value) for value in metrics.values()} == {1.0}
 
 
+def test_metrics_of_loads_are_means_over_layers_but_the_worst_load_is_a_maximum():
+    """A layer that uses 2 of 4 experts alike, and a layer that uses all of them alike."""
+    loads = jnp.array([[3.0, 3.0, 0.0, 0.0], [5.0, 5.0, 5.0, 5.0]])
+    roles = {"load": "load", "w": "hidden"}
+    metrics = jax.jit(lambda x: load_metrics({"load": x, "w": x}, roles))(loads)
+    expected = {"max_load": (2 + 1) / 2, "worst_load": 2, "entropy": (0.5 + 1) / 2}
+    assert metrics == {f"train/experts/{k}": pytest.approx(v) for k, v in expected.items()}
+
+
 def test_scores_are_counted_where_they_are():
     """The quantile between bins too: to a quarter of a bin of what NumPy finds."""
     above = np.random.default_rng(0).uniform(-0.6, 0.3, size=(4000, 3)).astype(np.float32)
