@@ -3,8 +3,12 @@
 import json
 import sys
 
+import jax
+import numpy as np
 import pytest
 
+import sharding
+from rmt_tpu import config as cfg
 from rmt_tpu.config import overrides
 from rmt_tpu.config.presets import run as preset_run
 from rmt_tpu.errors import UsageError
@@ -13,6 +17,9 @@ from rmt_tpu.evaluation.documents import find_tasks, read_task
 from rmt_tpu.evaluation.evaluate import evaluate
 from rmt_tpu.runs.metrics import read_metrics
 from rmt_tpu.training import trainer
+from rmt_tpu.training.run import prepare
+from tests import models
+from tests.closeness import assert_close
 
 PIPELINE = "stage=2,data=2,tensor=2"
 TEXT = "the quick brown fox jumps over the lazy dog.\n" * 40
@@ -58,6 +65,24 @@ def test_live_parameters_give_what_the_checkpoint_does(config, tmp_path, mesh):
         # Of differences of values, and so as far off as these.
         error = pytest.approx(metric.error, abs=1e-6 * abs(metric.value))
         assert rows[-1][f"eval/piqa/{metric.name}_stderr"] == error
+
+
+def test_scores_of_a_text_do_not_depend_on_the_other_texts():
+    """Training would drop half of the choices, and other ones if the texts are reversed."""
+    core = cfg.Experts(4, 2, 6, shared=0, capacity=0.5)
+    model = cfg.ModelConfig((cfg.Stack((core,)),), cfg.VectorStore(8), vocab_size=models.VOCAB + 1)
+    train = cfg.TrainConfig(batch_size=4, mesh="expert=2")
+    config = cfg.RunConfig(model, train, cfg.DataConfig(seq_len=8))
+    run = prepare(config, sharding.make_mesh("expert=2", jax.devices()[:2]))
+    params = jax.tree.map(np.float32, models.random_parameters(model))
+    params = jax.device_put(params, run.state_shardings.params)
+    texts, scores = np.asarray(models.tokens(4, 9)), jax.jit(run.scores)
+
+    def score(texts):
+        given = jax.device_put((texts[:, :-1], texts[:, 1:]), run.batch_sharding)
+        return np.asarray(scores(params, *given).log_probability)
+
+    assert_close(score(texts), score(texts[::-1])[::-1], 1e-5)
 
 
 @pytest.mark.parametrize(
