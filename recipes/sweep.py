@@ -24,6 +24,7 @@ parametrisation is shown too.
 
 import dataclasses
 import datetime
+import json
 import shlex
 import time
 from typing import Any
@@ -139,11 +140,13 @@ def _base(
     if not isinstance(parametrization, MuP) or parametrization.base:
         return {}
     paths = dict.fromkeys(path for variant_changes in changes.values() for path in variant_changes)
-    sizes = [
-        f"{path.removeprefix('model.')}={overrides.value_at(first, path)}"
+    values = {
+        path.removeprefix("model."): overrides.value_at(first, path)
         for path in paths
         if path.startswith("model.") and not path.startswith("model.parametrization")
-    ]
+    }
+    as_text = lambda value: value if isinstance(value, str) else json.dumps(value)
+    sizes = [f"{path}={as_text(value)}" for path, value in values.items()]
     return {"model.parametrization.base": sizes}
 
 

@@ -72,7 +72,7 @@ def test_a_row_has_the_steps_of_its_own_runs(flags, labels, tmp_path):
 
 @pytest.mark.slow
 def test_halving_over_widths(tmp_path):
-    variants = ["--variant=x1", "--variant=x2 model.store.key_dim=32"]
+    variants = ["--variant=x1", "--variant=x2 model.store.key_dim=32 model.attention.window=40"]
     flags = [*FLAGS, *variants, "--search=halving", "--halving_factor=2"]
     flags += ["--set=model.parametrization=mup", f"--workdir={tmp_path}"]
     process = cli.start("sweep", *flags, first=SIGINT_IN_STEP)
@@ -86,7 +86,10 @@ def test_halving_over_widths(tmp_path):
     rates = [r["point"]["train.optimizer.learning_rate"] for r in rows(tmp_path)]
     assert rates == [1e-2, 1e30, 1e-2] * 2  # what diverged does not go on
     config = json.loads((tmp_path / "x2/12-steps/learning_rate=0.01/config.json").read_text())
-    assert config["model"]["parametrization"]["base"] == ["store.key_dim=16"]
+    assert config["model"]["parametrization"]["base"] == [
+        "store.key_dim=16",
+        "attention.window=null",
+    ]
     assert config["model"]["store"]["key_dim"] == 32 and config["train"]["steps"] == 12
 
 
