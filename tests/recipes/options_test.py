@@ -18,6 +18,7 @@ from rmt_tpu.data import ByteTokenizer
 from rmt_tpu.errors import ArgumentError, UsageError, about_flag
 from rmt_tpu.estimator.ops import OPS
 from rmt_tpu.runs.workdir import read_config
+from rmt_tpu.training.run import resolve_auto
 from tests import cli
 from tests.tiers import later
 
@@ -323,6 +324,16 @@ def test_what_a_run_began_with_is_not_opened_once_it_has_begun(monkeypatch):
         name, base = common.selected_config(lambda name: own)
         assert (name, base.model.vocab_size, base.data.tokenizer) == ("rmt-tiny", 300, "t")
         assert base.train.init_from == "gone" and base.model.store.kind == "matrix"
+
+
+def test_what_a_source_chose_for_its_devices_is_chosen_anew(tmp_path, monkeypatch):
+    bfloat16 = overrides.apply(presets.run("rmt-tiny"), {"model.compute_dtype": "bfloat16"})
+    stored = overrides.to_json(resolve_auto(bfloat16))
+    (tmp_path / "config.json").write_text(json.dumps(stored))
+    given = {"preset": None, "config": None, "init_from": str(tmp_path)}
+    monkeypatch.setattr(common.flags, "FLAGS", SimpleNamespace(**given))
+    model = common.selected_config()[1].model
+    assert model == presets.run("rmt-tiny").model and model.store.dtype == "auto"
 
 
 def test_a_dry_run_looks_at_the_origin(tmp_path):
