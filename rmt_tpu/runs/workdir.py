@@ -182,6 +182,7 @@ def resume_overrides(folder: Folder) -> dict[str, Any]:
             if open_checkpoints(folder).steps():
                 paths = (
                     *PINNED_ON_RESUME,
+                    "model.compute_dtype",
                     "train.depth_rate",
                     *(f"train.{name}" for name in START_FIELDS),
                 )

@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import sharding
 from rmt_tpu import data
-from rmt_tpu.config import PINNED_ON_RESUME, START_FIELDS, ModelConfig, RematPolicy, RunConfig
+from rmt_tpu.config import START_FIELDS, ModelConfig, RematPolicy, RunConfig
 from rmt_tpu.cores.experts import dropless
 from rmt_tpu.decoder import Decoder, compute_dtype, residual_dtype
 from rmt_tpu.distributed import program_cache
@@ -122,10 +122,10 @@ def resolve_auto(
         model, compute_dtype=dtype, remat=_remat(model, stages, resume_overrides)
     )
     of_residual = residual_dtype(model).name
-    overflowed = [resume_overrides.get(path) for path in PINNED_ON_RESUME] == [
-        "reversible",
-        "float32",
-    ]
+    # A run in bfloat16 that rebuilds a float32 residual has outgrown int16. A run in float32 never
+    # had an int16 residual.
+    kept = {"remat": "reversible", "store.dtype": "float32", "compute_dtype": "bfloat16"}
+    overflowed = all(resume_overrides.get(f"model.{path}") == kept[path] for path in kept)
     if overflowed and model.store.dtype == "auto" and of_residual == "int16":
         of_residual = "float32"
     store = dataclasses.replace(model.store, dtype=of_residual)

@@ -44,5 +44,13 @@ def test_what_auto_becomes(preset, changes, remat, dtype):
 def test_what_a_run_that_goes_on_keeps(kept, changes, remat, dtype):
     changes = {"model.remat": "reversible"} | changes if "model.store.dtype" in changes else changes
     config = overrides.apply(run("rmt-tiny"), BF16 | changes)
-    model = resolve_auto(config, dict(zip(PINNED_ON_RESUME, kept, strict=True))).model
+    model = resolve_auto(config, BF16 | dict(zip(PINNED_ON_RESUME, kept, strict=True))).model
     assert (model.remat, model.store.dtype) == (remat, dtype)
+
+
+def test_a_run_in_float32_did_not_outgrow_int16():
+    """It never had an int16 residual, and gets one where it goes on in bfloat16."""
+    kept = dict(zip(PINNED_ON_RESUME, ("reversible", "float32"), strict=True))
+    config = overrides.apply(run("rmt-tiny"), BF16)
+    model = resolve_auto(config, kept | {"model.compute_dtype": "float32"}).model
+    assert model.store.dtype == "int16"
