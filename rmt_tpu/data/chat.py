@@ -38,6 +38,11 @@ _GUESSED = "bos_token", "eos_token"
 _QUESTION, _ANSWER = "Which word?", "Answer."
 _LONGEST_CONFIG = 2**26  # maximum size of tokenizer_config.json in bytes
 
+# Variables with which a template writes a fixed date wherever it would write today's. Training data
+# needs one, or its tokens and the choice of held-out documents would change every day. The date is
+# the one that Llama 3.2's template writes in programs without `strftime_now`.
+FIXED_DATE = {"strftime_now": datetime.datetime(2024, 7, 26).strftime}
+
 
 class ChatTemplate:
     """A template that writes a conversation as text, and a tokenizer that encodes the text.

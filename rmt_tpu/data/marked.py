@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Bool, Int32, Integer
 
-from rmt_tpu.data.chat import ChatTemplate, read_template, without_absent_fields
+from rmt_tpu.data.chat import FIXED_DATE, ChatTemplate, read_template, without_absent_fields
 from rmt_tpu.data.inputs import Problem
 from rmt_tpu.data.tokenizer import BYTE, Tokenizer
 from rmt_tpu.errors import UsageError
@@ -152,19 +152,22 @@ def conversation(template: ChatTemplate, messages: list[dict]) -> list[Piece]:
     `add_generation_prompt`; the answer begins where this rendering stops matching the whole text.
     The second also has the answer, which ends where this rendering ends.
 
+    If the template asks for today's date, it gets `FIXED_DATE`.
+
     Raises:
       UsageError: the template fails, or the text up to an answer is not the beginning of the whole
         text.
     """
     if template.marks_answers:
-        return [Piece(text, has_loss) for text, has_loss in template.render_marked(messages)]
-    whole, at, pieces = template.render(messages), 0, []
+        return [Piece(*each) for each in template.render_marked(messages, **FIXED_DATE)]
+    render = partial(template.render, **FIXED_DATE)
+    whole, at, pieces = render(messages), 0, []
     for number, message in enumerate(messages):
         if message["role"] != "assistant":
             continue
-        before = template.render(messages[:number]) if number else ""
-        asked = template.render(messages[:number], add_generation_prompt=True) if number else ""
-        until = template.render(messages[: number + 1])
+        before = render(messages[:number]) if number else ""
+        asked = render(messages[:number], add_generation_prompt=True) if number else ""
+        until = render(messages[: number + 1])
         begin = _common(asked, whole)
         if begin < len(before) or not whole.startswith(until) or begin > len(until):
             raise UsageError(

@@ -86,6 +86,17 @@ def test_a_template_that_changes_what_was_said_must_mark_answers():
     assert [text for text, has_loss in pieces if has_loss] == ["Yes?;"]
 
 
+@pytest.mark.parametrize("source", [PLAIN, MARKING])
+def test_conversations_have_the_same_date_every_day(source, tmp_path):
+    """Or tokens and the choice of held-out documents would change from day to day."""
+    template = ChatTemplate("{{ strftime_now('%d %b %Y, %H:%M') }};" + source, BYTE)
+    said = write(tmp_path / "a.jsonl", [{"messages": TALK[:2]}])
+    (found,) = documents(said, kind="messages", template=template)
+    assert found == "26 Jul 2024, 00:00;u:Hi;a:Yes?;"
+    assert [text for text, has_loss in found.pieces if has_loss] == ["Yes?;"]
+    assert str(datetime.date.today().year) in template.render(TALK)
+
+
 def test_marks_of_a_template_are_no_part_of_its_text():
     template = ChatTemplate(MARKING, BYTE)
     assert template.render(TALK) == ChatTemplate(PLAIN, BYTE).render(TALK)
