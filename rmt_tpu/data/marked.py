@@ -28,6 +28,9 @@ USUAL_FIELD = "text"
 # Default field or column names for kinds of documents other than "text".
 _FIELDS = {"messages": "messages"}
 
+# A content that begins like no answer: a character that Unicode reserves for internal use.
+_OTHER_CONTENT = "\ufdd2"
+
 
 class Piece(NamedTuple):
     """A part of a document, and whether its tokens have a loss as targets."""
@@ -152,6 +155,9 @@ def conversation(template: ChatTemplate, messages: list[dict]) -> list[Piece]:
     `add_generation_prompt`; the answer begins where this rendering stops matching the whole text.
     The second also has the answer, which ends where this rendering ends.
 
+    No message precedes an answer that begins the conversation, and many templates fail without any.
+    Such an answer begins where its content does: a rendering with other content shows where.
+
     If the template asks for today's date, it gets `FIXED_DATE`.
 
     Raises:
@@ -166,7 +172,10 @@ def conversation(template: ChatTemplate, messages: list[dict]) -> list[Piece]:
         if message["role"] != "assistant":
             continue
         before = render(messages[:number]) if number else ""
-        asked = render(messages[:number], add_generation_prompt=True) if number else ""
+        if number:
+            asked = render(messages[:number], add_generation_prompt=True)
+        else:
+            asked = render([{**message, "content": _OTHER_CONTENT}])
         until = render(messages[: number + 1])
         begin = _common(asked, whole)
         if begin < len(before) or not whole.startswith(until) or begin > len(until):

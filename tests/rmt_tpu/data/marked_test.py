@@ -72,9 +72,20 @@ def test_what_the_assistant_says_has_a_loss(source):
     assert BYTE.decode(without_marks(tokens)) == "u:Hi;a:Yes?;u:Go;a:No;u:Oh;"
 
 
-def test_a_conversation_may_begin_with_the_assistant():
-    pieces = conversation(ChatTemplate(PLAIN, BYTE), TALK[1:3])
-    assert [text for text, has_loss in pieces if has_loss] == ["a:Yes?;"]
+# Like Qwen2.5's template: it has a default system message, and fails without messages.
+SYSTEM = "{{ '' if messages[0].role == 'system' else 's:assist aYes?;' }}" + PLAIN
+TRIMMED = SYSTEM.replace("message.content", "message.content | trim")
+
+
+@pytest.mark.parametrize("source", [PLAIN, SYSTEM, TRIMMED])
+@pytest.mark.parametrize("content", ["Yes?", " a", ""])
+def test_a_conversation_may_begin_with_the_assistant(source, content):
+    """What the template puts before the answer has no loss, whatever its words are."""
+    talk = [{"role": "assistant", "content": content}, *TALK[2:4]]
+    pieces = conversation(ChatTemplate(source, BYTE), talk)
+    said = content.strip() if source == TRIMMED else content
+    assert [text for text, has_loss in pieces if has_loss] == [f"{said};", "No;"]
+    assert pieces[0] == ("a:" if source == PLAIN else "s:assist aYes?;a:", False)
 
 
 def test_a_template_that_changes_what_was_said_must_mark_answers():
