@@ -157,11 +157,18 @@ def read_texts(source: str, tokenizer: data.Tokenizer) -> Source:
       tokenizer: the tokenizer of the model.
 
     Raises:
-      UsageError: there is no text, or the token store was made with a different tokenizer.
+      UsageError: there is no text, or the token store was made with a different tokenizer, or of
+        documents in which only parts have a loss.
     """
     if data.is_store(source):
         store = data.open_store(source)
         store.check_tokenizer(tokenizer)
+        if store.has_marks:
+            # Their texts lack the special tokens, and prompts would count like answers.
+            raise UsageError(
+                f"--text={source} is a token store of conversations or completions, of which only "
+                "answers have a loss; legal: a token store of whole texts, or text files"
+            )
         held_out = store.held_out
         texts = [
             tokenizer.decode(held_out.document(number)) for number in range(held_out.num_documents)

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from rmt_tpu.data import ByteTokenizer
+from rmt_tpu.data.prepare import prepare
 from rmt_tpu.errors import UsageError
 from rmt_tpu.evaluation.documents import (
     Source,
@@ -213,3 +214,16 @@ def test_texts_are_files_of_training_s_kinds(tmp_path):
     assert [d.words for d in source.documents] == [2, 3]
     with pytest.raises(UsageError, match="--text='.*b.txt'"):
         read_texts(str(tmp_path / "b.txt"), ByteTokenizer())
+
+
+def test_a_store_of_completions_is_no_text(tmp_path):
+    """Its texts would be scored with their prompts, and without special tokens."""
+    lines = [json.dumps({"prompt": f"{n}", "completion": "a"}) for n in range(9)]
+    (tmp_path / "a.jsonl").write_text("\n".join(lines))
+    how = {"eval_fraction": 0.5, "workers": 1}
+    source, stores = str(tmp_path / "a.jsonl"), [str(tmp_path / name) for name in "xy"]
+    prepare(source, "byte", stores[0], kind="completion", **how)
+    with pytest.raises(UsageError, match="--text=.*x is a token store of .* completions"):
+        read_texts(stores[0], ByteTokenizer())
+    prepare(source, "byte", stores[1], text_field="prompt", **how)
+    assert read_texts(stores[1], ByteTokenizer()).documents
