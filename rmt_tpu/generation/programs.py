@@ -87,7 +87,8 @@ class Rows(NamedTuple):
       cache: the cache of all rows.
       token: the newest token of each row, which is not in the cache yet.
       remaining: how many more tokens each row may get; 0 if its text is finished.
-      seen: for each row, which tokens occur in its prompt and text.
+      seen: for each row, which tokens occur in its prompt and text, without the tokens that end
+        every text.
       changes: changes to the logits; None if no row needs any. There are separate programs for
         None.
     """
@@ -326,6 +327,9 @@ def first(
 
 def _start_row(logits, cache, seen, settings):
     lengths, changes = settings.lengths, settings.changes
+    # A prompt often has an end token: the start token of training runs is one, and templates write
+    # one after each message. With a penalty for it, texts would not end.
+    seen = seen & ~settings.ends.at(jnp.arange(seen.shape[1]))
     token = _next_token(logits, seen, lengths, settings.choice, settings.ends, changes)
     remaining = jnp.where(settings.ends.at(token), 0, settings.remaining - 1)
     return Rows(cache, token, remaining, seen, changes), _score_tokens(

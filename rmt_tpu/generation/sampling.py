@@ -41,7 +41,9 @@ class Sampling(Checked):
         0 keeps all tokens.
       repetition_penalty: applies to tokens that already occur in the prompt or the text. Their
         positive logits are divided by this value, and negative logits are multiplied by it (Keskar
-        et al., 2019, section 4.1). 1 changes nothing.
+        et al., 2019, section 4.1). 1 changes nothing. Unlike in transformers and vLLM, it does not
+        apply to the tokens that end every text. A prompt often has one, such as the start token,
+        but the text itself has none to repeat.
       max_tokens: the maximum number of new tokens.
       seed: the seed of the random draws.
     """

@@ -117,6 +117,15 @@ def test_room_that_nobody_needs_is_given_back(two):
     assert two.capacity == 32
 
 
+@pytest.mark.parametrize("part", [32, 2])
+def test_a_start_token_that_ends_texts_gets_no_repetition_penalty(two, monkeypatch, part):
+    """Whether a prompt is read as a whole or in parts."""
+    monkeypatch.setattr(two, "part", part)
+    two.submit(request("aba", 2))
+    two.step()
+    assert np.flatnonzero(two.rows.seen[0]).tolist() == [*b"ab"]
+
+
 @pytest.mark.slow
 def test_programs_can_be_made_beforehand(two):
     made = (programs.prefill, programs.steps, programs.score, programs.insert, programs.grow)

@@ -229,14 +229,17 @@ def test_caches_that_grow_keep_what_they_have(rotated):
 
 @pytest.mark.slow
 def test_what_a_text_has_is_less_likely(rotated):
-    """Of the prompt and of what came since; log-probabilities are the model's own."""
+    """Of the prompt and of what came since, but for the start token, which also ends a text.
+
+    Log-probabilities are the model's own.
+    """
     sampling = Sampling(0.0, max_tokens=20, repetition_penalty=1.4)
     (one,) = complete(rotated, ByteTokenizer(), [("abc", sampling)])
     tokens = np.array([ByteTokenizer.bos, *b"abc", *one.tokens])
     logits = np.asarray(jax.jit(rotated)(tokens[None])[0])
     wanted, own = [], np.asarray(jax.nn.log_softmax(logits))
     for end in range(4, len(tokens)):
-        now, seen = logits[end - 1].copy(), np.unique(tokens[:end])
+        now, seen = logits[end - 1].copy(), np.unique(tokens[1:end])
         now[seen] = np.where(now[seen] > 0, now[seen] / 1.4, now[seen] * 1.4)
         wanted.append(int(np.argmax(now)))
     assert one.tokens == wanted
