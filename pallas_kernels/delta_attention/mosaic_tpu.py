@@ -22,10 +22,15 @@ from jaxtyping import Array, Float
 from pallas_kernels.call import LANES, largest_divisor, tpu_call
 from pallas_kernels.delta_attention import mosaic_tpu_kernels as kernels
 from pallas_kernels.delta_attention.interface import DeltaGradients, DeltaOperands, chunk_size
+from pallas_kernels.target import target
 
-# Maximum number of heads per grid step, in the forward and in the backward pass. The products of
-# one head hide the latency of another head's products.
-_FORWARD_HEADS, _BACKWARD_HEADS = 16, 8
+# Maximum number of heads per grid step, by pass. The products of one head hide the latency of
+# another head's products.
+_MOST_HEADS = {"forward": 16, "backward": 8}
+# The VMEM that a head takes in a grid step in MiB, by pass and bytes per number: its blocks in two
+# buffers, its state, and the temporaries that the compiler allocates. These are what compiled
+# programs for v4, v5e and v6e take, rounded up; float32 products have several terms.
+_HEAD_MIB = {("forward", 2): 1.6, ("forward", 4): 3.7, ("backward", 2): 3.1, ("backward", 4): 8.0}
 
 
 def unsupported(op: str, operands: DeltaOperands, *others) -> str | None:
@@ -50,7 +55,7 @@ def forward(
     interpret: bool = False,
 ) -> tuple[Float[Array, "B T H V"], Float[Array, "B H K V"], Float[Array, "N B H V K"]]:
     """Return what each token reads, the final state and the saved states (see `interface.py`)."""
-    call = _ChunksCall.of(operands, scale, _FORWARD_HEADS)
+    call = _ChunksCall.of("forward", operands, scale)
     B, T, H, G = call.rows, call.chunks * call.size, call.heads, call.group
     inputs, prefetch = _inputs(call, operands, lambda n: n)
     inputs["state"] = (state.swapaxes(-1, -2), _state_block(G))
@@ -75,7 +80,7 @@ def backward(
     interpret: bool = False,
 ) -> DeltaGradients:
     """Return the cotangents of the operands and of the initial state (see `interface.py`)."""
-    call = _ChunksCall.of(operands, scale, _BACKWARD_HEADS)
+    call = _ChunksCall.of("backward", operands, scale)
     B, seq, H, _ = operands.q.shape
     back = lambda n: call.chunks - 1 - n
     inputs, prefetch = _inputs(call, operands, back)
@@ -159,12 +164,13 @@ class _ChunksCall(NamedTuple):
     scale: float
 
     @classmethod
-    def of(cls, operands: DeltaOperands, scale: float, group: int) -> "_ChunksCall":
-        B, T, H, K = operands.q.shape
+    def of(cls, op: str, operands: DeltaOperands, scale: float) -> "_ChunksCall":
+        """Return the parameters of a pass, with as many heads per grid step as fit into VMEM."""
+        (B, T, H, K), dtype = operands.q.shape, operands.q.dtype
+        fit = target().vmem_limit / 2**20 / _HEAD_MIB[op, dtype.itemsize]
+        group = largest_divisor(H, min(_MOST_HEADS[op], int(fit)))
         size = chunk_size(K)
-        return cls(
-            B, -(-T // size), size, H, largest_divisor(H, group), operands.q.dtype, float(scale)
-        )
+        return cls(B, -(-T // size), size, H, group, dtype, float(scale))
 
 
 def _inputs(call: _ChunksCall, operands: DeltaOperands, at):
