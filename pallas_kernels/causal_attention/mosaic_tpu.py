@@ -33,6 +33,9 @@ from pallas_kernels.causal_attention.mosaic_tpu_whole import tokens_first, token
 
 # Maximum length for which the whole-sequence kernel is faster than the blockwise kernel.
 _WHOLE = 1024
+# The log-sum-exp of padded queries. All of their weights are then 0, also with negative slopes,
+# whose logits grow with the distance.
+_NO_WEIGHT = 1e30
 
 
 def unsupported(
@@ -135,7 +138,8 @@ def attention_backward(
         ), None
     results = read_slices(results)
     padded = _PaddedOperands("attention_blocks_backward", operands, kv_heads, rows, blocks)
-    log_sums, d_out = padded.sums_last(results.log_sums), padded.tokens_last(results.d_out)
+    log_sums = padded.sums_last(results.log_sums, padding=_NO_WEIGHT)
+    d_out = padded.tokens_last(results.d_out)
     options = {"blocks": padded.blocks, "interpret": interpret}
     if padded.rows == "size_major":
         out = padded.tokens_last(results.out.astype(operands.qkv.dtype))
@@ -337,15 +341,17 @@ class _PaddedOperands:
     def tokens_first(self, x: Float[Array, "B _ _ padded_N"]) -> Float[Array, "B N R D"]:
         return tokens_first(x[..., : self.length], self.rows)
 
-    def sums_last(self, x: Float[Array, "B N H"]) -> Float[Array, "B H 1 padded_N"]:
-        return self._padded(x.swapaxes(1, 2)[:, :, None], axis=3)
+    def sums_last(
+        self, x: Float[Array, "B N H"], padding: float = 0.0
+    ) -> Float[Array, "B H 1 padded_N"]:
+        return self._padded(x.swapaxes(1, 2)[:, :, None], axis=3, padding=padding)
 
     def sums_first(self, x: Float[Array, "B H 1 padded_N"]) -> Float[Array, "B N H"]:
         return x[:, :, 0, : self.length].swapaxes(1, 2)
 
-    def _padded(self, x, axis: int):
+    def _padded(self, x, axis: int, padding: float = 0.0):
         missing = [(0, self._missing if a == axis else 0) for a in range(x.ndim)]
-        return jnp.pad(x, missing) if self._missing else x
+        return jnp.pad(x, missing, constant_values=padding) if self._missing else x
 
 
 KERNELS = mosaic_tpu_whole.KERNELS | block_sizes.KERNELS

@@ -120,6 +120,16 @@ def test_kernels_over_blocks_are_batched():
     assert_close(got, numpy_attention(qkv, d_out, **options), TOLERANCE["float32"])
 
 
+def test_negative_slopes_give_padded_queries_no_weight():
+    """A padded query would have logits of up to 178, and weights that are infinite."""
+    qkv, d_out, options = arguments(1, 130, 1, 8, "float32")
+    options["slopes"] = np.float32([-0.7])
+    run = functools.partial(by_kernels, mosaic_tpu, blocks=Blocks(128, 128, 1), rows="head_major")
+    got = jax.jit(run)(qkv, d_out, options)
+    # Logits of up to 90 are rounded by up to 4e-6 in float32.
+    assert_close(got, numpy_attention(qkv, d_out, **options), 1e-5)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["on_wait", "eager"])
 @pytest.mark.parametrize("rows, dtype", [("head_major", "float32"), ("size_major", "bfloat16")])
