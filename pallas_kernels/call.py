@@ -213,6 +213,11 @@ def gpu_call(
     return dict(zip(outputs, out, strict=True))
 
 
+# The largest number of row tiles that JAX's megablox kernels count correctly. They count tiles by a
+# histogram with bin edges in float32; with more bins, some edges are rounded to whole numbers.
+MEGABLOX_TILES = 4096
+
+
 def library_precision(dtype: DTypeLike) -> AbstractContextManager:
     """Return a context in which a kernel of JAX's library multiplies as `products.dot` does.
 

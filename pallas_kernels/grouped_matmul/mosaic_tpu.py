@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax.experimental.pallas.ops.tpu.megablox.gmm import gmm, tgmm
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.call import LANES, library_precision
+from pallas_kernels.call import LANES, MEGABLOX_TILES, library_precision
 from pallas_kernels.platform import checks_varying
 
 # Maximum number of rows per tile, and maximum number of bytes in a row or a column of a matrix
@@ -24,6 +24,8 @@ def unsupported(op: str, rows, other, sizes) -> str | None:
     """Return a one-line reason why the kernels do not support this call, or None."""
     if rows.dtype not in (jnp.bfloat16, jnp.float32):
         return f"rows of {rows.dtype} (legal: bfloat16 or float32)"
+    if len(rows) > (most := MEGABLOX_TILES * _ROWS):
+        return f"{len(rows)} rows (legal: at most {most})"
     return checks_varying()
 
 
@@ -65,9 +67,11 @@ def of_matrices(
 def _tile_rows(rows: int, groups: int) -> int:
     """Return the number of rows per tile: a power of two, about the mean size of a group.
 
-    Larger tiles would waste work, because a tile with rows of two groups is computed twice.
+    Larger tiles would waste work, because a tile with rows of two groups is computed twice. There
+    are at most `MEGABLOX_TILES` tiles.
     """
-    each = 1 << max(rows // groups - 1, 0).bit_length()
+    each = max(rows // groups, -(-rows // MEGABLOX_TILES))
+    each = 1 << max(each - 1, 0).bit_length()
     return min(max(each, LANES), _ROWS)
 
 

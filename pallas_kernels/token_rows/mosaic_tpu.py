@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax.experimental.pallas.ops.tpu.megablox.gmm import tgmm
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.call import LANES, library_precision
+from pallas_kernels.call import LANES, MEGABLOX_TILES, library_precision
 from pallas_kernels.platform import checks_varying
 from pallas_kernels.target import target
 
@@ -32,6 +32,8 @@ def unsupported(op: str, rows, order, places) -> str | None:
     """Return a one-line reason why the kernel does not support this call, or None if it does."""
     if rows.dtype not in (jnp.bfloat16, jnp.float32):
         return f"rows of {rows.dtype} (legal: bfloat16 or float32)"
+    if len(rows) > (most := MEGABLOX_TILES * _TILE):
+        return f"{len(rows)} rows (legal: at most {most})"
     return checks_varying()
 
 

@@ -9,6 +9,7 @@ import pytest
 
 from pallas_kernels import UnsupportedImplementation, grouped_matmul
 from pallas_kernels.grouped_matmul import mosaic_tpu, reference, triton_gpu, xla
+from pallas_kernels.token_rows import mosaic_tpu as token_rows
 from rmt_tpu.estimator.tuning import ptxas_usage
 from tests import cuda
 from tests.closeness import assert_close
@@ -197,3 +198,16 @@ def test_wide_experts_in_float32_compile():
     loss = lambda *x: jnp.sum(grouped_matmul(*x, implementation="mosaic_tpu"))
     program = jax.jit(jax.grad(loss, (0, 1))).lower(*given, place(jnp.int32, 2)).compile()
     assert program.as_text().count("tpu_custom_call") == 2
+
+
+def test_more_tiles_than_the_library_counts_are_refused():
+    """JAX's kernels count tiles by a histogram, whose edges in float32 are wrong at 8192 bins."""
+    shape = lambda rows: jax.ShapeDtypeStruct((rows, 128), jnp.bfloat16)
+    sizes = jax.ShapeDtypeStruct((1024,), jnp.int32)
+    for op, rows in (("product", 4096 * 512), ("of_matrices", 2**20)):
+        assert mosaic_tpu.unsupported(op, shape(rows), None, sizes) is None
+    refused = mosaic_tpu.unsupported("product", shape(4096 * 512 + 1), None, sizes)
+    assert refused == "2097153 rows (legal: at most 2097152)"
+    choices = jax.ShapeDtypeStruct((2**22,), jnp.int32)
+    refused = token_rows.unsupported("sums", shape(4096 * 256 + 1), choices, choices)
+    assert refused == "1048577 rows (legal: at most 1048576)"
