@@ -19,13 +19,13 @@ def plain(positions: cfg.Positions) -> cfg.Attention:
     return cfg.Attention(num_heads=4, head_dim=6, positions=positions)
 
 
-def config(store: str, mixer: cfg.Mixer, core: cfg.Core) -> cfg.ModelConfig:
-    """Two layers of a core that mixes tokens (or of experts behind one) and a feed-forward one."""
+def config(store: str, mixer: cfg.Mixer, core: cfg.Core, layers: int = 2) -> cfg.ModelConfig:
+    """Layers of a core that mixes tokens (or of experts behind one) and a feed-forward one."""
     stores = {"vector": cfg.VectorStore(dim=12), "matrix": cfg.MatrixStore(6, "float32", 4, 6)}
     of_layer = core, cfg.FeedForward(hidden_dim=16)
     of_layer = (GROUPED, core) if isinstance(core, cfg.Experts) else of_layer
     return cfg.ModelConfig(
-        (cfg.Stack(of_layer, repeat=2),),
+        (cfg.Stack(of_layer, repeat=layers),),
         store=stores[store],
         mixer=mixer,
         vocab_size=models.VOCAB + 1,

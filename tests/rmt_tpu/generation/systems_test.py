@@ -8,8 +8,7 @@ from rmt_tpu import config as cfg
 from rmt_tpu.generation import Engine, programs
 from tests import generated, models
 from tests.generated import EXPERTS, GROUPED, LATENT, NEW, plain
-
-pytestmark = pytest.mark.slow
+from tests.tiers import later
 
 MIXERS = models.MIXERS | {
     "odd blocks": cfg.BlockAttention(sublayers_per_block=3),
@@ -28,19 +27,51 @@ CORES = {
     "experts": EXPERTS,
     "no positions": plain(cfg.NoPositions()),
 } | {name: plain(positions) for name, positions in POSITIONS.items()}
+# In four layers: groups of three leave one over.
+VARIANTS = {
+    "full, passes that do not divide": cfg.FullAttention(phase_layers=3),
+    "blocks of 3": cfg.BlockAttention(sublayers_per_block=3, output_site="sum"),
+    "blocks with an input query": cfg.BlockAttention(num_blocks=2, query="input"),
+    "mean": cfg.BlockAttention(layers_per_block=1, query="none"),
+    "open": cfg.BlockAttention(
+        num_blocks=2, newest_bias=3.0, cumulative=True, output_site="newest"
+    ),
+    "marin": cfg.BlockAttention(
+        num_blocks=2, key_gain=False, normed_embedding=True, output_site="sum"
+    ),
+    "scalar query": cfg.FullAttention(query="scalars"),
+    "heads": cfg.FullAttention(num_heads=2, key_norm=False),
+    "delta of blocks of 3": cfg.DeltaAttention(sublayers_per_block=3, null_source=0.0),
+    "hc, static": cfg.HyperConnections(streams=2, dynamic=False),
+    "highway, gated": cfg.Highway(form="gated"),
+    "hierarchical, every layer": cfg.Hierarchical(hidden_dim=10, every=1),
+}
+# Of these the cache keeps values that the mixer has changed.
+OF_VALUES = ("mudd", "scalars")
 SYSTEMS = [
     (store, mixer, core)
     for store, mixers in STORES.items()
     for mixer in mixers
     for core in (CORES if mixer in ("sum", "blocks") else POSITIONS)
 ]
+SYSTEMS += [(store, mixer, "grouped") for store in STORES for mixer in OF_VALUES]
+SYSTEMS += [
+    (store, name, "learned")
+    for store in STORES
+    for name, mixer in VARIANTS.items()
+    if store == "vector" or mixer.on_matrix
+]
+FAST = [("vector", "blocks of 3", "learned")]
 # The second is read in parts, and ends first; more of them than slots.
 LENGTHS, PART = (5, 21, 12), 8
 
 
-@pytest.mark.parametrize("store, mixer, core", SYSTEMS)
+@pytest.mark.parametrize(
+    "store, mixer, core", FAST + later(*(system for system in SYSTEMS if system not in FAST))
+)
 def test_text_is_that_of_no_cache(store, mixer, core):
-    model = generated.config(store, MIXERS[mixer], CORES[core])
+    layers = 4 if mixer in VARIANTS else 2
+    model = generated.config(store, (MIXERS | VARIANTS)[mixer], CORES[core], layers)
     decoder, prompts = generated.decoder(model), generated.prompts(LENGTHS)
     engine = Engine(decoder, stop=models.VOCAB + 7, slots=2, steps=3, part=PART)
     tokens, logs = generated.said(engine, prompts, temperature=0.0)

@@ -1,4 +1,4 @@
-"""Delta attention against its equations, in float64, on both stores; its start; its cache."""
+"""Delta attention against its equations, in float64, on both stores; its start."""
 
 import jax
 import numpy as np
@@ -77,17 +77,6 @@ def test_vectors_held_in_whole_tiles_are_the_same_vectors():
         changes = {"store": cfg.VectorStore(120), "norm": "rmsnorm", "compute_dtype": "float64"}
         config = models.model("vector", mixer=DELTAS["3 sublayers, null"], **changes)
         checks.assert_follows_equations(config, reference)
-
-
-@pytest.mark.parametrize(
-    ("store", "name"),
-    [
-        ("vector", "1 layer, null"),
-        *later(("vector", "1 sublayer"), ("matrix", "3 sublayers, null"), ("matrix", "1 layer")),
-    ],
-)
-def test_cached_equals_uncached(store, name):
-    checks.assert_cached_equals_uncached(models.model(store, mixer=DELTAS[name]))
 
 
 def test_queries_get_a_gradient_once_their_gate_has_moved():

@@ -62,11 +62,6 @@ def test_remat_changes_nothing():
 
 
 @pytest.mark.slow
-def test_cached_equals_uncached():
-    checks.assert_cached_equals_uncached(models.model("vector", mixer=cfg.DepthLstm()))
-
-
-@pytest.mark.slow
 def test_no_weight_starts_smaller_by_depth():
     """There is no sum over depth to keep small. Fan in of the gates and of W_1 is 2 D."""
     sizes = {"store": cfg.VectorStore(120), "feed_forward": cfg.FeedForward(160), "num_layers": 12}

@@ -82,11 +82,6 @@ def test_remat_changes_nothing():
         checks.assert_remat_changes_nothing(checks.model(cfg.Hierarchical(), num_layers=4))
 
 
-@pytest.mark.slow
-def test_cached_equals_uncached():
-    checks.assert_cached_equals_uncached(models.model("vector", mixer=cfg.Hierarchical(every=1)))
-
-
 def test_a_node_without_weights_norms_the_sum():
     """`W_b = 0`: AGG is the norm of its inputs' sum."""
     with jax.enable_x64(True):

@@ -71,12 +71,6 @@ def test_remat_changes_nothing():
         checks.assert_remat_changes_nothing(checks.model(cfg.Highway(form="gated")))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("form", ["add", *later("gated")])
-def test_cached_equals_uncached(form):
-    checks.assert_cached_equals_uncached(models.model("vector", mixer=cfg.Highway(form=form)))
-
-
 def test_without_values_it_is_the_plain_model():
     """`W_2 = 0` leaves `h + y`: exactly, for what is added is 0."""
     config = models.model("vector", mixer=cfg.Highway())

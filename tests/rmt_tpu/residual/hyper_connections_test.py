@@ -108,14 +108,6 @@ def test_remat_changes_nothing():
         checks.assert_remat_changes_nothing(checks.model(cfg.Mhc(streams=2, rounds=2)))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "mixer", [cfg.HyperConnections(streams=2), cfg.MhcLite(streams=3)], ids=label
-)
-def test_cached_equals_uncached(mixer):
-    checks.assert_cached_equals_uncached(models.model("vector", mixer=mixer))
-
-
 # Dtypes and errors -----------------------------------------------------------------------------
 
 

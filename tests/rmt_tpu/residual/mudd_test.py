@@ -104,13 +104,6 @@ def test_follows_the_equations_with_biases_and_norms_of_outputs():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("store", ["vector", "matrix"])
-@pytest.mark.parametrize("stacks", ["alike", "grouped"])
-def test_cached_equals_uncached(store, stacks):
-    checks.assert_cached_equals_uncached(model(store, stacks))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("store", ["vector", "matrix"])
 def test_equal_static_weights_of_all_ways_are_those_of_denseformer(store):
     with jax.enable_x64(True):
         config = models.model(store, mixer=cfg.Dense(), compute_dtype="float64", remat="full")

@@ -15,7 +15,6 @@ import re
 from typing import get_args
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -168,40 +167,6 @@ def test_so_they_are_on_stages(store, mixer):
     (got, loss), (expected, wanted) = trained(config, "stage=2"), trained(plain)
     assert_close(loss._replace(aux={}), wanted._replace(aux={}), bound(config))
     assert_close(shared(config, got), shared(plain, expected), bound(config))
-
-
-@pytest.mark.parametrize(
-    ("store", "name"),
-    [
-        ("vector", "1 layer"),
-        *later(
-            *(
-                (s, n)
-                for s, names in STORES.items()
-                for n in names
-                if (s, n) != ("vector", "1 layer")
-            )
-        ),
-    ],
-)
-def test_logits_from_a_cache_are_the_plain_models_without_one(store, name):
-    config, plain = make(store, STORES[store][name]), make(store, cfg.Sum())
-    params, tokens = with_weights_of_plain(config), models.tokens(seq=6)
-    expected = logits_of(plain, with_weights_of_plain(plain), tokens)
-
-    @jax.jit
-    def cached(params):
-        decoder = nnx.merge(models.graph(config), params)
-        lengths = jnp.full(2, 4, jnp.int32)
-        last, cache = decoder.prefill(tokens[:, :4], lengths, decoder.empty_cache(2, 6))
-        return last, decoder.decode(tokens[:, 4:], cache)[0]
-
-    last, rest = cached(params)
-    assert_close((last, rest), (expected[:, 3], expected[:, 4:]), bound(config))
-
-
-def logits_of(config, params, tokens):
-    return jax.jit(lambda p: nnx.merge(models.graph(config), p)(tokens))(params)
 
 
 @pytest.mark.slow

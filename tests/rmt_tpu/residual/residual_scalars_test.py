@@ -93,13 +93,6 @@ def test_remat_changes_nothing(mixer):
         checks.assert_remat_changes_nothing(checks.model(mixer))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("store", ["vector", "matrix"])
-@pytest.mark.parametrize("stacks", ["alike", "grouped"])
-def test_cached_equals_uncached(store, stacks):
-    checks.assert_cached_equals_uncached(model(store, BOTH, stacks))
-
-
 def test_starts_with_the_configured_scales_where_they_are_used():
     mixer = cfg.ResidualScalars(
         residual_scale=1.1, embedding_scale=0.1, first_value_scale=0.5, value_scale=0.5

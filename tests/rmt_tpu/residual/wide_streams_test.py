@@ -61,12 +61,6 @@ def test_remat_changes_nothing():
         checks.assert_remat_changes_nothing(checks.model(cfg.WideStreams(forget=0.1)))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("store", ["vector", "matrix"])
-def test_cached_equals_uncached(store):
-    checks.assert_cached_equals_uncached(models.model(store, mixer=cfg.WideStreams(forget=0.1)))
-
-
 def test_starts_with_weights_of_mean_1_that_keep_all_but_a_thousandth():
     mixer = cfg.WideStreams(streams=5, spread=2.0, forget=0.1)
     _, params = models.split(models.model("vector", mixer=mixer))
