@@ -1,4 +1,4 @@
-"""The papers' tables and figure, from the formulas; and the formulas against the compiler."""
+"""The formulas of costs, against the compiler and against sums by hand."""
 
 import dataclasses
 
@@ -7,18 +7,11 @@ import jax.numpy as jnp
 import pytest
 from flax import nnx
 
-import rmt_tpu
 from pallas_kernels.target import chip_of
 from rmt_tpu import config as cfg
 from rmt_tpu import cost as resources
 from rmt_tpu.config import presets
 from tests import models
-
-
-@pytest.mark.parametrize("name, printed", [("gpt2-405m", 1.18e19), ("rmt-305m", 8.45e18)])
-def test_training_flops_of_table_4(name, printed):
-    forward = resources.non_embedding_flops(rmt_tpu.preset(name), seq_len=512)
-    assert resources.train_flops(forward, 6.04e9) == pytest.approx(printed, rel=0.015)
 
 
 @pytest.mark.parametrize("store", ["vector", "matrix"])

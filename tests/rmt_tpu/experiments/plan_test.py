@@ -106,7 +106,7 @@ def test_what_the_papers_rows_cost():
         config = arms[name]
         tokens = plan.tokens(config)
         unembedding = 3 * tokens * 2 * config.model.vocab_size * config.model.width
-        assert plan.flops(config) - unembedding == pytest.approx(printed, rel=0.02)
+        assert plan.flops(config) - unembedding == pytest.approx(printed, rel=0.015)
 
 
 def test_arms_of_a_depth_differ_in_what_mixes_alone():
