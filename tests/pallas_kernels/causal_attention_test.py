@@ -484,39 +484,3 @@ def test_whole_sequences_are_attended_with_at_once_where_that_is_faster(
     program = jax.jit(ask).trace(qkv).lower(lowering_platforms=("tpu",)).as_text()
     assert ("attention_blocks_forward" not in program) == whole
     assert program.count("tpu_custom_call") == 1
-
-
-def by_scan(qkv, **options):
-    rows = {k: v for k, v in options.items() if k == "segment_ids"}
-    shared = {k: v for k, v in options.items() if k != "segment_ids"}
-    one = lambda row: causal_attention(row[0], segment_ids=row[1]["segment_ids"], **shared)
-    split = jax.tree.map(lambda x: x[:, None], (qkv, rows))
-    return jax.lax.scan(lambda _, row: (None, one(row)), None, split)[1][:, 0]
-
-
-def by_shard_map(qkv, segment_ids, **shared):
-    mesh = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
-    rows = jax.sharding.PartitionSpec("data")
-    return jax.shard_map(
-        lambda qkv, ids: causal_attention(qkv, segment_ids=ids, **shared),
-        mesh=mesh,
-        in_specs=(rows, rows),
-        out_specs=rows,
-        check_vma=False,
-    )(qkv, segment_ids)
-
-
-@pytest.mark.parametrize(
-    "transformed",
-    [by_scan, by_shard_map, jax.checkpoint(causal_attention)],
-    ids=["scan", "shard_map", "checkpoint"],
-)
-def test_composes_with_transformations(transformed):
-    qkv, d_out, options = arguments(4, 13, 2, 4, "float32", segments=True)
-
-    @jax.jit
-    def gradient(qkv, d_out, options):
-        return jax.vjp(lambda qkv: transformed(qkv, **options), qkv)[1](d_out)[0]
-
-    got = gradient(qkv, d_out, options)
-    assert_close(got, numpy_attention(qkv, d_out, **options)[2], TOLERANCE["float32"])

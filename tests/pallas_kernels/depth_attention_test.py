@@ -4,7 +4,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import PartitionSpec as P
 
 import pallas_kernels
 from pallas_kernels.depth_attention import UnsupportedImplementation
@@ -208,44 +207,6 @@ def test_narrow_log_sums_count_as_float32(implementation):
     else:
         shapes = [jax.eval_shape(jax.grad(total), x) for x in both]
         assert [x.dtype for x in shapes] == [jnp.bfloat16, jnp.float32]
-
-
-def by_scan(f, query, sources):
-    def body(total, query):
-        return total + f(query, sources), None
-
-    return jax.lax.scan(body, 0.0, query[None])[0]
-
-
-def by_shard_map(f, query, sources):
-    mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
-    local = lambda q, v: f(q, v)[None]
-    specs = (P(), P(None, "data"))
-    parts = jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=P("data"), check_vma=False)
-    return jnp.sum(parts(query, sources))
-
-
-TRANSFORMED = {
-    "checkpoint": jax.checkpoint,
-    "jit": jax.jit,
-    "scan": lambda f: lambda q, v: by_scan(f, q, v),
-    "shard_map": lambda f: lambda q, v: by_shard_map(f, q, v),
-    "vmap": lambda f: lambda q, v: jnp.sum(jax.vmap(f, (None, 1))(q, v[:, :, None])),
-}
-
-
-@pytest.mark.parametrize("how", TRANSFORMED)
-def test_composes_with_transformations(how):
-    query = normal(8, dtype=np.float32)
-    sources = normal(3, 4, 5, 8, seed=1, dtype=np.float32)
-    objective = lambda q, v: jnp.sum(jnp.sin(pallas_kernels.depth_attention(q, v)))
-    got = jax.jit(jax.grad(TRANSFORMED[how](objective), (0, 1)))(query, sources)
-
-    flat = query[None], sources.reshape(3, 20, 8)
-    gradients = lambda d: plain.partial(*flat, None, (d, np.zeros((1, 20))), epsilon=1e-6)
-    (mixed, _), _ = gradients(np.zeros((1, 20, 8)))
-    _, (d_query, d_sources, _) = gradients(np.cos(mixed))
-    assert_close(got, (d_query[0], d_sources.reshape(sources.shape)), 2e-6)
 
 
 def test_what_does_not_fit_is_named():

@@ -173,15 +173,6 @@ def plain_mix(queries, sources):
     return plain.partial(queries, sources, None, zeros, epsilon=EPSILON)[0][0]
 
 
-@pytest.mark.slow
-def test_vmap():
-    queries = draw(0, 2, 128) / np.float32(np.sqrt(128))
-    sources = draw(1, 3, 4, 20, 128)
-    got = jax.jit(jax.vmap(mix, (None, 0, None)))(queries, sources, np.int32(3))
-    want = np.stack([plain_mix(queries, s[:3]) for s in sources])
-    np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
-
-
 def test_shard_map_over_tokens():
     queries, sources = draw(0, 2, 128) / np.float32(np.sqrt(128)), draw(1, 3, 64, 128)
     mesh = Mesh(np.array(jax.devices()[:2]), ("x",))

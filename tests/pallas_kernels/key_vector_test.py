@@ -112,52 +112,6 @@ def objective(X, w, y, gain, r):
     return jnp.sum(jnp.sin(X)) + jnp.sum(jnp.cos(Z))
 
 
-def by_vmap(X, w, y, gain, r):
-    return jnp.sum(jax.vmap(objective, in_axes=(0, None, 0, None, None))(X, w, y, gain, r))
-
-
-def by_scan(X, w, y, gain, r):
-    step = lambda total, x: (total + objective(x[0], w, x[1], gain, r), None)
-    return jax.lax.scan(step, jnp.zeros(()), (X, y))[0]
-
-
-def by_shard_map(X, w, y, gain, r):
-    mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
-    rows, whole = jax.sharding.PartitionSpec("data"), jax.sharding.PartitionSpec()
-    return jnp.sum(
-        jax.shard_map(
-            lambda *args: objective(*args)[None],
-            mesh=mesh,
-            in_specs=(rows, whole, rows, whole, whole),
-            out_specs=rows,
-            check_vma=False,
-        )(X, w, y, gain, r)
-    )
-
-
-def objective_gradients(args):
-    """The value of `objective` and its gradients."""
-    X, w, y, gain, r = args
-    stored = plain.store(X, w, y)
-    z = plain.norm_retrieve(stored, gain, r, norm="layernorm", epsilon=1e-6)
-    cotangents = np.cos(stored), -np.sin(z)
-    gradients = plain.site(args, cotangents, norm="layernorm", epsilon=1e-6)[1]
-    return np.sum(np.sin(stored)) + np.sum(np.cos(z)), gradients
-
-
-@pytest.mark.parametrize(
-    "transformed",
-    [by_vmap, by_scan, jax.checkpoint(objective), by_shard_map, objective],
-    ids=["vmap", "scan", "checkpoint", "shard_map", "jit"],
-)
-def test_composes_with_transformations(transformed):
-    args = arguments(((8, 3), 5, 4, 2, 6), "float32")
-    value, gradients = objective_gradients(args)
-    got_value, got = jax.jit(jax.value_and_grad(transformed, argnums=(0, 1, 2, 3, 4)))(*args)
-    assert got_value == pytest.approx(value, rel=1e-5)
-    assert_close(got, gradients, 1e-5)
-
-
 def test_gradients_of_shared_parameters_are_the_same_every_time():
     args = arguments(((64, 33), 8, 4, 2, 6), "float32")
     gradient = jax.jit(jax.grad(objective, argnums=(1, 3, 4)))
