@@ -97,9 +97,15 @@ def test_two_block_sizes_are_refused():
         cfg.BlockAttention(num_blocks=2, layers_per_block=1)
 
 
-def test_mixers_and_policies_that_do_not_go_together_are_refused():
-    with pytest.raises(UsageError, match="mixer=mhc is defined for a vector store only; legal"):
-        models.model("matrix", mixer=cfg.Mhc())
+@pytest.mark.parametrize("name", ["hc", "mhc", "mhc-lite", "highway", "lstm", "hierarchical"])
+def test_some_mixers_need_a_vector_store(name):
+    mixer = models.MIXERS[name]
+    message = f"mixer={mixer.kind} is defined for a vector store only; legal .*: sum, "
+    with pytest.raises(UsageError, match=message):
+        models.model("matrix", mixer=mixer)
+
+
+def test_policies_that_do_not_go_with_a_mixer_are_refused():
     with pytest.raises(
         UsageError, match="remat='dots' cannot be used with mixer=dense; legal: full, blocks"
     ):

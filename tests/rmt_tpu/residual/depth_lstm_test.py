@@ -104,11 +104,6 @@ def test_bfloat16_state():
     assert 0 < np.abs(logits - exact).max() < 0.15
 
 
-def test_needs_a_vector_store():
-    with pytest.raises(UsageError, match="mixer=depth_lstm is defined for a vector store only"):
-        models.model("matrix", mixer=cfg.DepthLstm())
-
-
 def test_feed_forward_layers_may_differ_but_end_every_layer():
     config = models.model("vector", mixer=cfg.DepthLstm())
     attention, wide = config.attention, cfg.FeedForward(30)

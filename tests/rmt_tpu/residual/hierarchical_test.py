@@ -1,7 +1,5 @@
 """Hierarchical aggregation: against its equations in float64, over depths and group sizes."""
 
-from dataclasses import replace
-
 import jax
 import numpy as np
 import pytest
@@ -111,9 +109,3 @@ def test_nodes_share_weights_only_when_told_to():
 def test_more_layers_to_a_node_than_there_are():
     with pytest.raises(UsageError, match="Hierarchical.every=4 is more than num_layers=3"):
         models.model("vector", mixer=cfg.Hierarchical(every=4))
-
-
-def test_needs_a_vector_store():
-    config = models.model("vector", mixer=cfg.Hierarchical())
-    with pytest.raises(UsageError, match="mixer=hierarchical is defined for a vector store only"):
-        replace(config, store=cfg.MatrixStore(5))

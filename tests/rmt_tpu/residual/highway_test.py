@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 from rmt_tpu import config as cfg
-from rmt_tpu.errors import UsageError
 from tests import models
 from tests.rmt_tpu import plain
 from tests.rmt_tpu.residual import checks
@@ -90,8 +89,3 @@ def test_starts_as_linear_layers_do():
     assert w.shape == (3, 300, 600) and "mix" not in params["final_site"]
     # 540,000 samples: the estimate's own standard deviation is 0.1%.
     assert jnp.std(w) == pytest.approx(0.5 * 300**-0.5, rel=0.01)
-
-
-def test_needs_a_vector_store():
-    with pytest.raises(UsageError, match="mixer=highway is defined for a vector store only"):
-        models.model("matrix", mixer=cfg.Highway())

@@ -128,8 +128,6 @@ def test_streams_are_bfloat16_and_coefficients_float32(mixer):
 
 
 def test_errors():
-    with pytest.raises(UsageError, match="mixer=mhc is defined for a vector store only"):
-        models.model("matrix", mixer=cfg.Mhc())
     with pytest.raises(UsageError, match="HyperConnections.streams=0 must be positive"):
         cfg.HyperConnections(streams=0)
     with pytest.raises(UsageError, match="Mhc.rounds=0 must be positive"):
