@@ -90,13 +90,14 @@ def main() -> int:
 def _train_to(loss: float) -> Callable:
     """Return a function that trains a run until its held-out loss is at most `loss`.
 
-    The function does not train a run that has already reached this loss.
+    The function does not train a run that has already reached this loss. It refuses a folder with a
+    run of another config, because the table would show the other run's figures.
     """
     from rmt_tpu.experiments import speedrun
     from rmt_tpu.training.trainer import train
 
     def train_to_loss(config: RunConfig, folder: Folder, label: str):
-        if speedrun.has_reached(folder, loss):
+        if speedrun.has_reached(config, folder, loss):
             return None
         return train(config, folder, label=label, stop_loss=loss)
 

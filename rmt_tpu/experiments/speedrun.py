@@ -17,7 +17,8 @@ from typing import NamedTuple
 import numpy as np
 
 from rmt_tpu import cost, data
-from rmt_tpu.config import RunConfig, overrides, presets
+from rmt_tpu.analysis import sweep
+from rmt_tpu.config import START_FIELDS, RunConfig, overrides, presets
 from rmt_tpu.data.prepare import prepare
 from rmt_tpu.errors import UsageError
 from rmt_tpu.runs.metrics import read_metrics, series
@@ -204,19 +205,21 @@ def entry(track: Track, base: RunConfig, source: str) -> RunConfig:
 
 
 def check_fixed(track: Track, given: Iterable[str]) -> None:
-    """Check that an entry does not set what the track fixes.
+    """Check that an entry does not set what the track fixes, or start from trained weights.
 
     Args:
       track: the track.
       given: config paths that the entry's flags set.
 
     Raises:
-      UsageError: an entry sets a fixed path.
+      UsageError: an entry sets a fixed path, or a config object that contains one.
     """
     fixed = {*track.fixed, "data.mixture", "data.format", "data.eval_fraction"}
+    fixed |= {f"train.{name}" for name in START_FIELDS}
     if track.text is not None:
         fixed |= {"data.source", "data.tokenizer", "data.text_field"}
-    if wrong := [path for path in given if path in fixed]:
+    within = lambda path: any(each == path or each.startswith(f"{path}.") for each in fixed)
+    if wrong := [path for path in given if within(path)]:
         raise UsageError(
             f"--track={track.name} fixes {', '.join(sorted(wrong))}; legal: entries that change "
             "the model, its optimizer, its batch size and the number of steps"
@@ -320,9 +323,14 @@ def measure(track: Track, name: str, folder: Folder) -> Result:
     )
 
 
-def has_reached(folder: Folder, loss: float) -> bool:
-    """Return whether the run in a folder has an evaluation whose loss is at most `loss`."""
-    return any(found <= loss for found in series(read_metrics(folder), "eval/loss")[1])
+def has_reached(config: RunConfig, folder: Folder, loss: float) -> bool:
+    """Return whether the folder has this run, and an evaluation whose loss is at most `loss`.
+
+    The result is False if the folder has another run, which `trainer.train` refuses.
+    """
+    if not any(found <= loss for found in series(read_metrics(folder), "eval/loss")[1]):
+        return False
+    return sweep.is_started(config, folder)
 
 
 def _check_run(track: Track, config: RunConfig, folder: Folder) -> None:

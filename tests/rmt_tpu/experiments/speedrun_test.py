@@ -15,6 +15,7 @@ from rmt_tpu.experiments import speedrun
 from rmt_tpu.experiments.speedrun import TRACKS, PinnedText, Result
 from rmt_tpu.runs.metrics import read_metrics
 from rmt_tpu.storage import open_folder
+from rmt_tpu.training.run import resolve_auto
 from tests import cli
 
 CPU = TRACKS["cpu"]
@@ -69,6 +70,9 @@ def test_an_entry_may_not_change_what_is_fixed():
         with pytest.raises(UsageError, match=f"--track=cpu fixes {path}; legal: entries"):
             speedrun.check_fixed(CPU, ["train.steps", path])
     speedrun.check_fixed(TRACKS["tpu"], ["data.source"])
+    for path in ("train.init_from", "train.with_optimizer", "train"):
+        with pytest.raises(UsageError, match=f"--track=tpu fixes {path}; legal: entries"):
+            speedrun.check_fixed(TRACKS["tpu"], [path])
 
 
 def test_configs_of_all_tracks_and_their_estimates():
@@ -150,6 +154,17 @@ def test_the_figure_is_the_time_and_flops_up_to_the_loss(run):
     assert json.loads(folder.read("speedrun.json").data) == [dataclasses.asdict(found)]
 
 
+def test_a_run_with_another_config_is_not_taken_for_the_entry(run):
+    """A changed rate or batch size makes another entry, whose run must not be left out."""
+    _, folder, config = run
+    folder.write("config.json", json.dumps(overrides.to_json(resolve_auto(config))).encode())
+    metrics(folder, [1.0, 2.0], {2: 1.5})
+    assert speedrun.has_reached(config, folder, 1.5)
+    assert not speedrun.has_reached(config, folder, 1.4)
+    for change in ({"train.optimizer.learning_rate": 5e-3}, {"train.batch_size": 4}):
+        assert not speedrun.has_reached(overrides.apply(config, change), folder, 1.5)
+
+
 def test_runs_of_other_tracks_and_unfinished_runs_have_no_figure(run):
     track, folder, _ = run
     metrics(folder, [1.0, 2.0], {})
@@ -194,3 +209,6 @@ def test_an_entry_from_the_text_to_the_table(small, tmp_path, monkeypatch):
     assert process.communicate()[0] == output
     for seed in (0, 1):
         assert read_metrics(tmp_path / f"s/gpt2-tiny/seed-{seed}")[-1]["step"] == 2
+    process = cli.start("speedrun", *flags, "--learning_rate=0.02", first=first)
+    error = process.communicate()[1]
+    assert process.returncode == 2 and "holds a run with a different config" in error
