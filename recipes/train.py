@@ -25,7 +25,10 @@ from rmt_tpu.training import signals
 
 common.define_model_flags()
 _WORKDIR = flags.DEFINE_string(
-    "workdir", None, "run folder, local or gs://bucket/path; the default is runs/<preset>"
+    "workdir",
+    None,
+    "run folder, local or gs://bucket/path; the default is runs/<preset>, or runs/<name of the "
+    "folder of --init_from> if that alone selects the model",
 )
 _CHANGE_CONFIG = flags.DEFINE_bool(
     "change_config",
@@ -70,6 +73,7 @@ def _train(notice: signals.ExitNotice) -> int:
     if flags.FLAGS.config and _WORKDIR.value is None and not _DRY_RUN.value:
         raise UsageError(f"--config={name} needs --workdir")
     folder = _folder(name)
+    _check_origin(config, folder)
     if _DRY_RUN.value:
         from rmt_tpu.analysis.dry_run import dry_run
 
@@ -108,6 +112,33 @@ def _train(notice: signals.ExitNotice) -> int:
 def _folder(name: str) -> Folder:
     with flag_errors("workdir"):
         return open_folder(f"runs/{name}" if _WORKDIR.value is None else _WORKDIR.value)
+
+
+def _check_origin(config: RunConfig, folder: Folder) -> None:
+    """Check that a new run does not begin in the folder from which it takes its parameters.
+
+    Without --workdir and --preset, the folder of --init_from=runs/a is also the default run folder.
+
+    Raises:
+      UsageError: the two folders are the same.
+    """
+    if not config.train.init_from:
+        return
+    with flag_errors("init_from"):
+        origin = open_folder(config.train.init_from)
+    if _real(origin) != _real(folder):
+        return
+    is_given = _WORKDIR.value is not None
+    named = f"--workdir={folder}" if is_given else f"{folder}, the default of --workdir,"
+    raise UsageError(
+        f"{named} is the folder of --init_from={config.train.init_from}, whose parameters a new "
+        "run takes; legal: --workdir with another folder for the new run"
+    )
+
+
+def _real(folder: Folder) -> str:
+    """Return a text that two folders have in common only if they are the same folder."""
+    return folder.url if folder.local_path is None else str(folder.local_path.resolve())
 
 
 def _stored_config(name: str) -> RunConfig | None:

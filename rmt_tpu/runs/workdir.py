@@ -272,9 +272,11 @@ def _different(old: RunConfig, config: RunConfig, *, has_begun: bool) -> dict[st
     lines = {line: line.split(" ", 1)[0] for line in differences(*pair)}
     rules = {line: resume_rule(config, path) for line, path in lines.items()}
     # Before the first checkpoint, fields such as init_from affect the run, so they may not change.
-    if not has_begun:
-        began = {f"train.{name}" for name in START_FIELDS}
-        rules |= {line: "fixed" for line, path in lines.items() if path in began}
+    # Later, the other model may have moved, but a run that began without one cannot get it.
+    began = {
+        f"train.{name}" for name in START_FIELDS if not (has_begun and getattr(old.train, name))
+    }
+    rules |= {line: "fixed" for line, path in lines.items() if path in began}
     return {line: rule for line, rule in rules.items() if rule != "free"}
 
 

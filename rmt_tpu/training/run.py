@@ -100,8 +100,9 @@ def resolve_auto(
       config: the run's config.
       resume_overrides: values of the run that is resumed, from `workdir.resume_overrides`, or {}
         for a new run. Its remat replaces "auto". Its residual stays float32 if it has outgrown
-        int16. Its `depth_rate` is used if the config has none. Its fields in `START_FIELDS` replace
-        those of the config.
+        int16. Its `depth_rate` is used if the config has none. What it has set in `START_FIELDS`
+        replaces the values of the config. A value that it has not set stays, so that
+        `workdir.check_workdir` sees the difference.
 
     Raises:
       UsageError: a dtype is float64 without JAX_ENABLE_X64, and jax would silently use float32.
@@ -130,7 +131,7 @@ def resolve_auto(
         of_residual = "float32"
     store = dataclasses.replace(model.store, dtype=of_residual)
     began = {
-        path: resume_overrides.get(f"train.{path}", getattr(config.train, path))
+        path: resume_overrides.get(f"train.{path}") or getattr(config.train, path)
         for path in START_FIELDS
     }
     if config.train.depth_rate is None:

@@ -354,6 +354,24 @@ def test_a_dry_run_looks_at_the_origin(tmp_path):
     assert "has parameters with different shapes" in error
 
 
+def test_a_run_does_not_begin_in_the_folder_of_its_origin(tmp_path):
+    """The run there would go on. Without --workdir, the default folder may be the same."""
+    origin = tmp_path / "runs/a"
+    origin.mkdir(parents=True)
+    config = overrides.to_json(presets.run("gpt2-tiny"))
+    (origin / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    (tmp_path / "link").symlink_to(origin)
+    error = cli.fail("train", f"--init_from={tmp_path}/link", f"--workdir={origin}/")
+    assert f"--workdir={origin}/ is the folder of --init_from={tmp_path}/link, whose" in error
+    process = cli.start(
+        "train", "--init_from=runs/a", first=f"import os; os.chdir({str(tmp_path)!r})"
+    )
+    error = process.communicate()[1]
+    assert process.returncode == 2
+    assert "runs/a, the default of --workdir, is the folder of --init_from=runs/a" in error
+    assert [path.name for path in origin.iterdir()] == ["config.json"]
+
+
 def test_a_hub_folder_as_a_run_folder(tmp_path):
     """Nothing is written into it, and it does not say how training began."""
     (tmp_path / "config.json").write_text('{"model_type": "llama"}', encoding="utf-8")

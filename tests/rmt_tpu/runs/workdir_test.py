@@ -108,6 +108,14 @@ def test_what_a_run_began_with_is_needed_until_it_has_a_checkpoint(folder, tmp_p
         assert workdir.open_workdir(folder, given) == ([], False)
         assert resolve_auto(given, workdir.resume_overrides(folder)).train.init_from == "origin"
     assert workdir.warm_started_config(folder) == began
+    own = resolve_auto(CONFIG)
+    workdir.write_config(folder, own)
+    late = resolve_auto(changed(train__init_from="origin"), workdir.resume_overrides(folder))
+    assert not workdir.holds_run(folder, late)
+    with pytest.raises(UsageError, match="train.init_from is .. there, .origin. here. Give"):
+        workdir.check_workdir(folder, late, change_config=True)
+    assert workdir.holds_run(folder, resolve_auto(own, workdir.resume_overrides(folder)))
+    workdir.write_config(folder, began)
     several = tmp_path_factory.mktemp("several")
     shutil.copytree(folder.local_path, several / "a" / "seed-0")
     assert workdir.find_warm_started_config(open_folder(several)) == began
