@@ -6,9 +6,10 @@
 Prompts and metrics are the same as in the harness; the scorer is this project's own. --data_dir is
 a folder with files <task>.jsonl (or .gz, .zst), whose lines have the format of the task's dataset
 on the Hugging Face hub, or the keys "query", "choices" and "gold". With --data_dir=hub, the
-datasets are downloaded from the hub. Answers are stored in <workdir>/evaluation, so that an
-interrupted command resumes when it is repeated. The command writes evaluation.json, evaluation.md
-and plots/evaluation.png to --output. The default is the run folder.
+datasets are downloaded from the hub. The command writes evaluation.json, evaluation.md and
+plots/evaluation.png to --output. The default is the run folder. The answers of all models are
+stored there, too, in the subfolder evaluation, so that an interrupted command resumes when it is
+repeated. All other folders are only read.
 
 --against compares the model on the same documents with the model of another run folder, with
 `untrained` (the run's model before its first training step, with the weights that its --init_from
@@ -24,7 +25,7 @@ from recipes import program, trained
 from rmt_tpu import memory
 from rmt_tpu.errors import ArgumentError, UsageError, arguments_as_flags, flag_errors
 from rmt_tpu.hub.models import is_hub
-from rmt_tpu.storage import open_folder
+from rmt_tpu.storage import Folder, open_folder
 
 trained.define_source_flags()
 trained.define_mesh_flag()
@@ -72,7 +73,7 @@ _AGAINST = flags.DEFINE_list(
     "weights or those of the folder from which the run started) or unigram (token frequencies)",
 )
 _OUTPUT = flags.DEFINE_string(
-    "output", None, "folder for the results; the default is the run folder"
+    "output", None, "folder for the answers and results; the default is the run folder"
 )
 
 
@@ -89,12 +90,17 @@ def main() -> int:
     from rmt_tpu.evaluation.evaluate import evaluate
     from rmt_tpu.evaluation.report import write_report
 
-    with flag_errors("output"):
-        folder = workdir if _OUTPUT.value is None else open_folder(_OUTPUT.value)
+    folder = workdir
+    if _OUTPUT.value is not None:
+        with flag_errors("output"):
+            folder = open_folder(_OUTPUT.value)
+            folder.check(write=True)
     tasks = documents.find_tasks(_TASKS.value)
     sources = [documents.read_task(task, _DATA_DIR.value, _LIMIT.value) for task in tasks]
     with arguments_as_flags():
         compared = [_subject(source, flags.FLAGS.step)]
+    if _OUTPUT.value is None:
+        _check_writable(workdir)
     trained.note_missing_start(compared[0].tokenizer)
     if _TEXT.value is not None:
         sources.append(documents.read_texts(_TEXT.value, compared[0].tokenizer))
@@ -106,10 +112,9 @@ def main() -> int:
     by_name, results = _by_name(compared), {}
     with memory.report_out_of_memory("use a smaller --batch_tokens or --max_length"):
         for name, subject in by_name.items():
-            if is_hub(subject.folder):
-                # Store answers in --output, because the folder with the weights is only read.
-                subject = subject._replace(folder=folder)
             try:
+                # The folders of other models may belong to somebody else, so they are only read.
+                subject = subject._replace(folder=folder)
                 results[name] = evaluate(subject, sources, _STRIDE.value)
             except KeyboardInterrupt:
                 print(f"stopped; to resume:\n  {program.resume_command()}", file=sys.stderr)
@@ -138,6 +143,20 @@ def _other_subject(workdir: str):
     except ArgumentError as error:
         _, _, value_and_reason = str(error).partition("=")
         raise UsageError(f"--against={value_and_reason}") from None
+
+
+def _check_writable(workdir: Folder) -> None:
+    """Check that results can be written to the run folder, once it is known to have a run.
+
+    Raises:
+      UsageError: the folder cannot be written to.
+    """
+    try:
+        workdir.check(write=True)
+    except UsageError as error:
+        raise UsageError(
+            f"--workdir={error}; legal: --output with a folder for the answers and results"
+        ) from None
 
 
 def _check_flags() -> None:

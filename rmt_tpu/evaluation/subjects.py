@@ -40,7 +40,7 @@ def run_subject(
 ) -> Subject:
     """Return the model of a run folder, or of a folder in the hub's format, for evaluation.
 
-    The model's answers are stored in the same folder.
+    The model's answers are stored in the same folder, unless the caller replaces `Subject.folder`.
 
     Args:
       workdir: the folder.

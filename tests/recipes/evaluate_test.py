@@ -51,7 +51,9 @@ def test_a_run_beside_what_knows_less(trained, data_dir, tmp_path):
         if (line["task"], line["metric"]) == ("text", "word_perplexity")
     ]
     assert word["value"] < 0 and word["p"] < 1e-9
-    # All of it was answered, and kept: nothing is asked again.
+    # All of it was answered, and kept in --output: nothing is asked again.
+    kept = list((tmp_path / "evaluation").iterdir())
+    assert len(kept) == 9 and sum(path.name.startswith("hellaswag-") for path in kept) == 3
     assert all(result["requests_answered_now"] == result["requests"] for result in run)
     cli.succeed("evaluate", *flags[:-2], f"--output={tmp_path}")
     (again,) = json.loads((tmp_path / "evaluation.json").read_text()).values()
@@ -75,6 +77,15 @@ def test_a_folder_of_the_hub_is_compared_and_left_as_it_is(data_dir, tmp_path):
     assert any((tmp_path / "results/evaluation").iterdir())
     results = json.loads((tmp_path / "results/evaluation.json").read_text())
     assert results["hub"][0]["metrics"] == results["own"][0]["metrics"]
+
+
+def test_where_results_cannot_be_written_nothing_is_read(data_dir, tmp_path):
+    """The folder of --output is tried first; it is below a file."""
+    output = f"--output={data_dir}/piqa.jsonl/out"
+    task = ("--tasks=piqa", f"--data_dir={data_dir}")
+    error = cli.fail("evaluate", f"--workdir={tmp_path}/none", output, *task)
+    assert error.startswith(f"error: {output} cannot be written to: ")
+    assert not (tmp_path / "none").exists()
 
 
 REFUSED = {
