@@ -14,11 +14,10 @@ checked at small sizes.
 import contextlib
 import json
 import sys
-from pathlib import Path
 
 from absl import flags
 
-from recipes import program
+from recipes import local, program
 from rmt_tpu.errors import UsageError, unknown
 
 _OP = flags.DEFINE_list("op", ["all"], "ops to check, like key_vector,attention, or all")
@@ -49,7 +48,7 @@ def main() -> int:
             raise UsageError(unknown("--op", op, ["all", *OPS]))
     if not _OP.value:
         raise UsageError(f"--op= is empty; legal: all, {', '.join(OPS)}")
-    output = _output()
+    output = None if _OUTPUT.value is None else local.file("output", _OUTPUT.value)
     device = jax.devices()[0]
     on_cpu = device.platform == "cpu"
     on_request = _IMPLEMENTATION.value == "mosaic_gpu"
@@ -84,23 +83,6 @@ def main() -> int:
     failed = f"{wrong} of {len(rows)} checks differ or fail"
     print(failed if wrong else f"all {len(rows)} checks pass")
     return 1 if wrong else 0
-
-
-def _output() -> Path | None:
-    """Check that --output can be written, and return its path, or None if it is not set.
-
-    Raises:
-      UsageError: the file cannot be written.
-    """
-    if _OUTPUT.value is None:
-        return None
-    path = Path(_OUTPUT.value)
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("a", encoding="utf-8"):
-            return path
-    except OSError as error:
-        raise UsageError(f"--output={path} cannot be written: {error.strerror}") from None
 
 
 def run() -> None:

@@ -26,11 +26,10 @@ import shlex
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 from absl import flags
 
-from recipes import common, program, several
+from recipes import common, local, program, several
 from rmt_tpu.config import RunConfig, overrides
 from rmt_tpu.errors import RunError, UsageError, flag_errors
 from rmt_tpu.experiments import catalog
@@ -221,18 +220,14 @@ class _PlanTrainer:
         """Write the commands of the remaining runs to the script --commands."""
         from rmt_tpu.experiments.runs import write_commands
 
-        script = Path(_COMMANDS.value)
-        if "://" in _COMMANDS.value:
-            raise UsageError(f"--commands={_COMMANDS.value} must be a path on this machine")
+        script = local.path("commands", _COMMANDS.value)
         if grows := [run.label for run in runs if run.grows_from is not None]:
             raise UsageError(
                 f"--commands cannot be used for runs that grow during training, like {grows[0]}; "
                 "legal: train them here, without --commands"
             )
-        try:
+        with local.writing("commands", script):
             write_commands(runs, script)
-        except OSError as error:
-            raise UsageError(f"--commands={script} cannot be written: {error.strerror}") from None
         if runs:
             print(f"runs to train: {len(runs)}, in {script}. When they have finished, repeat:")
             print(f"  {program.resume_command()}")

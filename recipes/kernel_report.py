@@ -11,17 +11,15 @@ The command writes Markdown and JSON to --output. Estimates need the TPU compile
 'jax[tpu]'`), but no TPU.
 """
 
-import contextlib
 import json
 import shutil
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from absl import flags
 
-from recipes import common, program
+from recipes import common, local, program
 from rmt_tpu.errors import RunError, UsageError, unknown
 
 # The ops of rmt_tpu.estimator.ops, which is not imported here because it imports jax.
@@ -55,9 +53,7 @@ def main() -> int:
     """Estimate the cost of ops (with --step: of train steps), write reports, and return 0."""
     from rmt_tpu.estimator import CompilerError
 
-    folder = Path(_OUTPUT.value)
-    with _writing(folder):
-        folder.mkdir(parents=True, exist_ok=True)
+    folder = local.folder("output", _OUTPUT.value)
     try:
         return _report_steps(folder) if _STEP.value else _report_ops(folder)
     except CompilerError as error:
@@ -148,7 +144,7 @@ def _report_steps(folder: Path) -> int:
         f"{step_report.model_lines()}{largest}"
     )
     picture = folder / "step_cost.png"
-    with _writing(folder):
+    with local.writing("output", folder):
         step_report.draw_steps(costs, picture, f"Estimated, not measured. {note}")
     values = {
         "how": method,
@@ -205,14 +201,6 @@ def _versions() -> str:
     return ", ".join(f"{name} {version}" for name, version in versions().items())
 
 
-@contextlib.contextmanager
-def _writing(folder: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise UsageError(f"--output={folder} cannot be written: {error.strerror}") from None
-
-
 def _log(line: str) -> None:
     print(line, flush=True)
 
@@ -224,7 +212,7 @@ def _write(path: Path, text: str, values: dict[str, Any]) -> None:
     content = json.dumps(values | {"versions": versions()}, indent=1)
     terminal = sys.stdout.isatty()
     print(fitted(text, shutil.get_terminal_size().columns) if terminal else text)
-    with _writing(path.parent):
+    with local.writing("output", path.parent):
         path.with_suffix(".md").write_text(text, encoding="utf-8")
         path.with_suffix(".json").write_text(content + "\n", encoding="utf-8")
     print(f"table: {path.with_suffix('.md')}")

@@ -25,15 +25,12 @@ The topologies v5e:AxB, v5p:AxBxC, v6e:AxB and tpu7x:AxBxC need the TPU compiler
 and collectives but no time.
 """
 
-import contextlib
 import json
 import sys
-from collections.abc import Iterator
-from pathlib import Path
 
 from absl import flags
 
-from recipes import common, program
+from recipes import common, local, program
 from rmt_tpu.errors import RunError, UsageError
 
 common.define_model_flags()
@@ -111,10 +108,9 @@ def main() -> int:
         part = min(_PART.value or PART, _PROMPT.value)
         prompt = Prompt(_PROMPT.value, part, _DECODE.value)
         prompt.check(config.model)
-    folder = _OUTPUT.value and Path(_OUTPUT.value)
-    if folder:
-        with _writing("output", _OUTPUT.value):
-            folder.mkdir(parents=True, exist_ok=True)
+    # Compiling takes minutes, so report a file that cannot be written first.
+    folder = None if _OUTPUT.value is None else local.folder("output", _OUTPUT.value)
+    file = None if _JSON.value in (None, "-") else local.file("json", _JSON.value)
     print(f"compiling {name} for {target.label}, which may take minutes", file=sys.stderr)
     try:
         report = preflight(config, target, prompt=prompt)
@@ -132,22 +128,14 @@ def main() -> int:
         version_text = ", ".join(f"{package} {version}" for package, version in used.items())
         print(report_text(report, name, _BUFFERS.value))
         print(f"{version_text}; compiled for {target.label}, not measured on a device")
-    if _JSON.value and _JSON.value != "-":
-        with _writing("json", _JSON.value):
-            Path(_JSON.value).write_text(content, encoding="utf-8")
-    if folder:
-        with _writing("output", _OUTPUT.value):
+    if file is not None:
+        with local.writing("json", _JSON.value):
+            file.write_text(content, encoding="utf-8")
+    if folder is not None:
+        with local.writing("output", _OUTPUT.value):
             (folder / "preflight.json").write_text(content, encoding="utf-8")
             draw_memory(report, folder / "preflight.png", name)
     return 0 if report.fits else 1
-
-
-@contextlib.contextmanager
-def _writing(flag: str, value: str) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise UsageError(f"--{flag}={value} cannot be written: {error.strerror}") from None
 
 
 def run() -> None:

@@ -83,3 +83,5 @@ def test_mistakes(tmp_path):
     (tmp_path / "file").write_text("")
     error = cli.fail("check_device", "--op=logits", f"--output={tmp_path}/file/record.json")
     assert "cannot be written" in error
+    error = cli.fail("check_device", "--op=logits", "--output=gs://b/x.json")
+    assert "--output=gs://b/x.json must be a path on this machine" in error

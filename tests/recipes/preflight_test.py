@@ -130,6 +130,24 @@ def test_folder_that_cannot_be_written(tmp_path):
     (tmp_path / "file").touch()
     line = cli.fail("preflight", *SMALL, f"--output={tmp_path}/file/reports")
     assert "cannot be written" in line
+    # The file is tried before minutes of compiling, too.
+    done = cli.run("preflight", *SMALL, f"--json={tmp_path}/file/report.json")
+    assert done.returncode == 2 and "compiling" not in done.stderr
+    assert f"--json={tmp_path}/file/report.json cannot be written: " in done.stderr
+
+
+@pytest.mark.parametrize(
+    "recipe, flag", [("preflight", "output"), ("preflight", "json"), ("kernel_report", "output")]
+)
+def test_files_on_other_machines_are_refused(recipe, flag, tmp_path):
+    """They would become files of a local folder `gs:`."""
+    first = f"import os; os.chdir({str(tmp_path)!r})"
+    flags = SMALL if recipe == "preflight" else ("--targets=v5e",)
+    process = cli.start(recipe, *flags, f"--{flag}=gs://b/x", first=first)
+    errors = process.communicate()[1]
+    assert process.returncode == 2
+    assert errors == f"error: --{flag}=gs://b/x must be a path on this machine\n"
+    assert not list(tmp_path.iterdir())
 
 
 def test_no_compiler_for_gpus():
