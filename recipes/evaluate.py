@@ -44,7 +44,7 @@ _TEXT = flags.DEFINE_string(
 _STRIDE = flags.DEFINE_integer(
     "stride",
     None,
-    "tokens scored per window of --text; the default is the whole window",
+    "tokens scored per window of --text, at most --max_length; the default is the whole window",
     lower_bound=1,
 )
 _LIMIT = flags.DEFINE_integer(

@@ -226,10 +226,16 @@ def ask(
       flag: the command-line flag that set the task, for error messages.
 
     Raises:
-      UsageError: a text cannot be encoded, or has no token to score.
+      UsageError: a text cannot be encoded or has no token to score, or the stride exceeds
+        `max_length`, so that a window could not contain its scored tokens.
     """
     asked = "--text" if source.task is None else f"--{flag}={source.name}"
     if source.kind == "text":
+        if stride is not None and stride > max_length:
+            raise UsageError(
+                f"--stride={stride} is more than the {max_length} tokens of a window "
+                f"(--max_length); legal: 1 to {max_length}"
+            )
         bos = np.array([tokenizer.bos], np.int32)
         encoded = tokenizer.encode_all([document.pairs[0][1] for document in source.documents])
         windows = [
@@ -273,8 +279,9 @@ def rolling(tokens: np.ndarray, max_length: int, stride: int) -> Iterator[Reques
     """Yield windows over a text. Each token except the first is scored exactly once.
 
     Each window has at most `max_length` input tokens. The first window scores all its tokens. Each
-    later window scores the next `stride` tokens, after as many tokens of context as fit. With a
-    stride of `max_length`, the windows equal the windows of lm-evaluation-harness.
+    later window scores the next `stride` tokens, at most `max_length`, after as many tokens of
+    context as fit. With a stride of `max_length`, the windows equal the windows of
+    lm-evaluation-harness.
     """
     stop = min(len(tokens), max_length + 1)
     if stop > 1:

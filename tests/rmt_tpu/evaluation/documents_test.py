@@ -158,6 +158,14 @@ def test_texts_without_a_token_are_told_by_their_flag():
             ask(source, ByteTokenizer(), 10, None, flag="eval_tasks")
 
 
+def test_a_stride_above_the_window_is_refused():
+    source = Source("text", "text", [whole_text("abc" * 20)], "")
+    requests = ask(source, ByteTokenizer(), 8, 8).requests
+    assert max(len(request.continuation) for request in requests) == 8
+    with pytest.raises(UsageError, match=r"^--stride=9 is more than the 8 tokens .*legal: 1 to 8$"):
+        ask(source, ByteTokenizer(), 8, 9)
+
+
 def test_a_text_without_a_start_token_where_the_tokenizer_puts_none():
     """Something is before what is scored all the same, as in the harness."""
     tokenizer = ByteTokenizer()
