@@ -139,7 +139,7 @@ def _generate_file(sampling) -> int:
         output = files.Output(_OUTPUT.value)
     settings = _settings(sampling, flags.FLAGS.step)
     with flag_errors("output"):
-        finished = files.check_same(output, prompts, settings)
+        finished = files.check_same(output, prompts, settings, logprobs=_LOGPROBS.value)
     samples = _NUM_SAMPLES.value
     pending = [
         (number, sample)
@@ -158,7 +158,7 @@ def _generate_file(sampling) -> int:
     # saved another one meanwhile.
     settings = _settings(sampling, step)
     with flag_errors("output"):
-        files.check_same(output, prompts, settings)
+        files.check_same(output, prompts, settings, logprobs=_LOGPROBS.value)
     # Report prompts that are too long before any text is generated.
     for number in sorted({number for number, _ in pending}):
         try:
@@ -197,7 +197,7 @@ def _settings(sampling, step: int | None) -> dict[str, Any]:
 
     with arguments_as_flags():
         model = weights_name(trained.source(), step)
-    return files.text_settings(sampling, _STOP.value, model)
+    return files.text_settings(sampling, _STOP.value, model, _NUM_SAMPLES.value)
 
 
 class _Progress:

@@ -91,34 +91,44 @@ class Output:
             yield value
 
 
-def text_settings(sampling: Sampling, stop: Sequence[str], model: str) -> dict[str, Any]:
+def text_settings(
+    sampling: Sampling, stop: Sequence[str], model: str, num_samples: int
+) -> dict[str, Any]:
     """Return what determines the samples of a prompt, as fields of each sample's line in a file.
 
     Args:
       sampling: the sampling settings.
       stop: the stop strings.
       model: an identifier of the model's weights; see `runs.loading.weights_name`.
+      num_samples: the number of samples per prompt, on which the seed of each sample depends.
     """
-    return dataclasses.asdict(sampling) | {"stop": list(stop), "model": model}
+    settings = {"stop": list(stop), "model": model, "num_samples": num_samples}
+    return dataclasses.asdict(sampling) | settings
 
 
 def check_same(
-    output: Output, prompts: Sequence[str], settings: Mapping[str, Any]
+    output: Output,
+    prompts: Sequence[str],
+    settings: Mapping[str, Any],
+    *,
+    logprobs: bool = False,
 ) -> set[tuple[int, int]]:
     """Return which samples the output already has, as pairs (prompt number, sample number).
 
     Lines of an older version may lack settings. A missing field of `Sampling` had its default value
-    when the line was written. Lines without "model" or "stop" count as lines of this model and of
-    these stop strings, because nothing is known about them.
+    when the line was written. Lines without "model", "stop" or "num_samples" count as lines of this
+    model, of these stop strings and of this number of samples, because nothing is known about them.
 
     Args:
       output: the file with the existing lines.
       prompts: the prompts.
       settings: the settings of new samples, from `text_settings`.
+      logprobs: whether lines of new samples have log-probabilities.
 
     Raises:
       UsageError: an existing line was made by another model, from another prompt or with other
-        settings, or another command wrote it. The message begins with the file's location.
+        settings, only one of old and new lines has log-probabilities, or another command wrote the
+        line. The message begins with the file's location.
     """
     done, defaults = set(), dict(settings) | dataclasses.asdict(Sampling())
     for line in output.lines:
@@ -134,6 +144,12 @@ def check_same(
                     f"{output.location} has samples with {what}={shown(old)}, and this command has "
                     f"{shown(value)}; legal: the same {what}, or another file"
                 )
+        if ("logprobs" in line) != logprobs:
+            old, new = ("without", "with") if logprobs else ("with", "without")
+            raise UsageError(
+                f"{output.location} has samples {old} --logprobs, and this command has new ones "
+                f"{new} it; legal: the same flag, or another file"
+            )
         if number >= len(prompts) or prompts[number] != line["prompt"]:
             raise UsageError(
                 f"{output.location} has samples of other prompts, such as {shown(line['prompt'])}; "

@@ -12,7 +12,7 @@ from rmt_tpu.generation.files import Output, check_same, read_prompts, text_sett
 SEPARATORS = "\u2028\u2029\x85\x0b\x0c\x1c\x1d\x1e"
 PROMPT = "one" + "two".join(SEPARATORS)
 DEEP = 100_000 * "[" + 100_000 * "]"
-SETTINGS = text_settings(Sampling(), [], "48-a")
+SETTINGS = text_settings(Sampling(), [], "48-a", 2)
 LINE = {"number": 0, "sample": 0, "prompt": PROMPT, "text": SEPARATORS} | SETTINGS
 
 
@@ -61,6 +61,9 @@ def test_lines_of_another_command_are_refused(tmp_path, line):
         ({"model": "48-b"}, "samples with model='48-b', and this command has '48-a'; legal"),
         ({"stop": ["."]}, r"samples with --stop=\['.'\], and this command has \[\]; legal"),
         ({"top_k": 3}, "samples with --top_k=3, and this command has 0; legal"),
+        # The seeds of samples depend on it, so that two prompts could get the same one.
+        ({"num_samples": 3}, "samples with --num_samples=3, and this command has 2; legal"),
+        ({"logprobs": [-0.5]}, "samples with --logprobs, and this command has new ones without"),
         ({"prompt": "x"}, "samples of other prompts, such as 'x'; legal"),
         ({"number": 1}, "samples of other prompts"),
         ({"prompt": None}, "has lines that are no samples of prompts; legal"),
@@ -74,11 +77,20 @@ def test_samples_of_another_command_are_refused(tmp_path, change, words):
         check_same(output, [PROMPT], SETTINGS)
 
 
+def test_log_probabilities_are_in_all_lines_or_none(tmp_path):
+    output = written(tmp_path / "out.jsonl", LINE | {"logprobs": []})
+    assert check_same(output, [PROMPT], SETTINGS, logprobs=True) == {(0, 0)}
+    with pytest.raises(UsageError, match="samples without --logprobs, and .* with it; legal: the"):
+        output = written(tmp_path / "out.jsonl", LINE)
+        check_same(output, [PROMPT], SETTINGS, logprobs=True)
+
+
 def test_lines_of_an_older_version_count(tmp_path):
-    """Models and stop strings pass for the present ones; another setting has its default."""
-    old = {name: value for name, value in LINE.items() if name not in ("model", "stop", "min_p")}
+    """Most new settings pass for the present ones; one of `Sampling` has its default."""
+    new = ("model", "stop", "num_samples", "min_p")
+    old = {name: value for name, value in LINE.items() if name not in new}
     output = written(tmp_path / "out.jsonl", old)
-    others = text_settings(Sampling(), ["."], "9-b")
+    others = text_settings(Sampling(), ["."], "9-b", 3)
     assert (
         check_same(output, [PROMPT], SETTINGS) == check_same(output, [PROMPT], others) == {(0, 0)}
     )
