@@ -104,9 +104,10 @@ def _check_flags() -> None:
         raise UsageError("--prompts and --output, the file for the samples, must be given together")
     if _PROMPTS.value is not None and _PROMPT.value:
         raise UsageError("give either --prompt or --prompts")
-    if _PROMPTS.value is None and (_NUM_SAMPLES.value > 1 or _LOGPROBS.value):
-        name = "num_samples" if _NUM_SAMPLES.value > 1 else "logprobs"
-        raise UsageError(f"--{name} needs --prompts, a file of prompts")
+    if _PROMPTS.value is None:
+        for flag in (_NUM_SAMPLES, _BATCH_SIZE, _LOGPROBS):
+            if flag.value != flag.default:
+                raise UsageError(f"--{flag.name} needs --prompts, a file of prompts")
 
 
 def _generate_one(decoder, tokenizer, sampling) -> int:
@@ -150,7 +151,7 @@ def _generate_file(sampling) -> int:
     print(f"{len(prompts) * samples} texts, {len(pending)} left to generate", file=sys.stderr)
     if not pending:
         return 0
-    from rmt_tpu.generation import complete, fitting_tokens
+    from rmt_tpu.generation import complete
 
     trained.check_rows("batch_size", _BATCH_SIZE.value)
     decoder, tokenizer, step = _load()
@@ -159,14 +160,8 @@ def _generate_file(sampling) -> int:
     settings = _settings(sampling, step)
     with flag_errors("output"):
         files.check_same(output, prompts, settings, logprobs=_LOGPROBS.value)
-    # Report prompts that are too long before any text is generated.
-    for number in sorted({number for number, _ in pending}):
-        try:
-            tokens = tokenizer.with_bos(tokenizer.encode(prompts[number]))
-            fitting_tokens(decoder.config, len(tokens), 1)
-        except UsageError as error:
-            reason = str(error).removeprefix("--prompt ")
-            raise UsageError(f"--prompts: prompt {number + 1} {reason}") from None
+    asked = {number: prompts[number] for number, _ in pending}
+    _check_lengths(decoder, tokenizer, asked, sampling.max_tokens)
     requests = (
         (
             prompts[number],
@@ -188,6 +183,37 @@ def _generate_file(sampling) -> int:
                 progress.add(len(completion.tokens))
     progress.report()
     return 0
+
+
+def _check_lengths(decoder, tokenizer, prompts: dict[int, str], max_tokens: int) -> None:
+    """Check that prompts are short enough, and print a note if only a part of a text fits.
+
+    This is called before any text is generated.
+
+    Args:
+      decoder, tokenizer: the model.
+      prompts: maps the number of each prompt to the prompt.
+      max_tokens: the value of --max_tokens.
+
+    Raises:
+      UsageError: a prompt leaves no room for a new token.
+    """
+    from rmt_tpu.generation import fitting_tokens
+
+    rooms = []
+    for number, prompt in prompts.items():
+        try:
+            tokens = tokenizer.with_bos(tokenizer.encode(prompt))
+            rooms.append(fitting_tokens(decoder.config, len(tokens), max_tokens))
+        except UsageError as error:
+            reason = str(error).removeprefix("--prompt ")
+            raise UsageError(f"--prompts: prompt {number + 1} {reason}") from None
+    if cut := sum(room < max_tokens for room in rooms):
+        print(
+            f"note: only {min(rooms)} or more of --max_tokens={max_tokens} fit in the model's "
+            f"positions after {cut} of {len(rooms)} prompts",
+            file=sys.stderr,
+        )
 
 
 def _settings(sampling, step: int | None) -> dict[str, Any]:

@@ -147,6 +147,7 @@ def test_a_file_of_prompts(trained, loaded, tmp_path):
         (["--prompts={good}", "--output={out}", "--prompt=a"], "either --prompt or --prompts"),
         (["--mesh=tensor=0"], "--mesh='tensor=0': 'tensor=0' must be axis=size"),
         (["--num_samples=2"], "--num_samples needs --prompts"),
+        (["--batch_size=4"], "--batch_size needs --prompts"),
         (["--prompts={bad}x", "--output={out}"], "bad.jsonlx does not exist"),
         (
             ["--prompts={bad}", "--output={out}"],
@@ -178,3 +179,15 @@ def test_note_when_positions_end(trained, loaded):
     # Four tokens with the start; the 64th position reads the last token but one.
     assert done.stderr == "note: only 61 of --max_tokens=256 fit in the model's positions\n"
     assert done.stdout == f"the{text(loaded, 'the', temperature=0.0, max_tokens=61)}\n"
+
+
+def test_note_when_positions_end_for_a_file(trained, tmp_path):
+    """The first text has 5 tokens with the start, and the second one has 63."""
+    prompts = tmp_path / "in.txt"
+    prompts.write_text("the \n" + 62 * "b")
+    flags = (f"--prompts={prompts}", f"--output={tmp_path}/out.jsonl", "--max_tokens=3")
+    done = cli.succeed("generate", f"--workdir={trained}", *flags)
+    note = (
+        "note: only 2 or more of --max_tokens=3 fit in the model's positions after 1 of 2 prompts"
+    )
+    assert note in done.stderr.splitlines()
