@@ -137,6 +137,8 @@ def _generate_file(sampling) -> int:
     with flag_errors("prompts"):
         prompts = files.read_prompts(_PROMPTS.value)
     with flag_errors("output"):
+        if files.is_same_file(_PROMPTS.value, _OUTPUT.value):
+            raise UsageError(f"{_OUTPUT.value} is the file of --prompts; legal: another file")
         output = files.Output(_OUTPUT.value)
     settings = _settings(sampling, flags.FLAGS.step)
     with flag_errors("output"):

@@ -9,12 +9,16 @@ from rmt_tpu.errors import UsageError, shown
 from rmt_tpu.generation.sampling import Sampling
 from rmt_tpu.storage import Folder, open_parent
 
+# The beginning of each line of an `Output`, which is all that an interrupted line may have.
+_BEGINNING = '{"number": '
+
 
 def read_prompts(location: str) -> list[str]:
     """Read the prompts in a file, which may be local or on gs://.
 
     In a .jsonl file, each line is a JSON object with a "prompt" field. In any other file, each line
-    is a prompt. A line ends with "\\n" or "\\r\\n", and may contain any other character.
+    is a prompt. A line ends with "\\n" or "\\r\\n", and may contain any other character. As in
+    training text, a byte order mark and the blank lines of a .jsonl file are skipped.
 
     Raises:
       UsageError: the file does not exist or is not UTF-8, or a line of a .jsonl file has no prompt.
@@ -24,13 +28,15 @@ def read_prompts(location: str) -> list[str]:
     if file is None:
         raise UsageError(f"{location} does not exist; legal: a file with prompts")
     try:
-        lines = _lines(file.data.decode())
+        lines = _lines(file.data.decode("utf-8-sig"))
     except UnicodeDecodeError as error:
         raise UsageError(f"{location} is not UTF-8: {error.reason} at byte {error.start}") from None
     if not name.endswith(".jsonl"):
         return lines
     prompts = []
     for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
         try:
             prompt = json.loads(line)["prompt"]
         except (ValueError, KeyError, TypeError, RecursionError):
@@ -53,8 +59,9 @@ class Output:
       location: the path of the file, local or on gs://.
 
     Raises:
-      UsageError: the file cannot be written, or it has JSON lines that another command wrote: their
-        "number" is missing or is not an integer of at least 0.
+      UsageError: the file cannot be written, or it has lines that another command wrote: their
+        "number" is missing or is not an integer of at least 0, or they are not JSON and do not
+        begin like a line that was interrupted.
     """
 
     def __init__(self, location: str):
@@ -65,8 +72,11 @@ class Output:
         text = file.data.decode(errors="replace") if file else ""
         # If an interrupted run left an incomplete last line, the next line must begin on a new
         # line.
-        self._broken = text[text.rfind("\n") + 1 :] != ""
-        self.lines = list(self._parsed(text[: text.rfind("\n") + 1]))
+        whole, last = text[: text.rfind("\n") + 1], text[text.rfind("\n") + 1 :]
+        self._broken = last != ""
+        self.lines = list(self._parsed(whole))
+        if not _is_interrupted(last):
+            raise self._foreign(whole.count("\n") + 1)
 
     def add(self, *lines: dict[str, Any]) -> None:
         """Append all lines in a single write."""
@@ -82,13 +92,17 @@ class Output:
             except RecursionError:
                 value = None
             except ValueError:
-                continue  # An interrupted run left this line incomplete.
+                if _is_interrupted(line):
+                    continue
+                value = None
             if not isinstance(value, dict) or not _is_index(value.get("number")):
-                raise UsageError(
-                    f"{self.location}:{number} is not a line that this command writes; legal: "
-                    "another file"
-                )
+                raise self._foreign(number)
             yield value
+
+    def _foreign(self, number: int) -> UsageError:
+        return UsageError(
+            f"{self.location}:{number} is not a line that this command writes; legal: another file"
+        )
 
 
 def text_settings(
@@ -157,6 +171,20 @@ def check_same(
             )
         done.add((number, sample))
     return done
+
+
+def is_same_file(one: str, other: str) -> bool:
+    """Return whether two paths, local or on gs://, name the same file, whether it exists or not."""
+    places = []
+    for folder, name in map(_split, (one, other)):
+        local = folder.local_path
+        places.append(f"{folder.url}/{name}" if local is None else (local / name).resolve())
+    return places[0] == places[1]
+
+
+def _is_interrupted(line: str) -> bool:
+    """Return whether a line that is not JSON can be the beginning of a line of an `Output`."""
+    return line.startswith(_BEGINNING) or _BEGINNING.startswith(line)
 
 
 def _is_index(value: object) -> bool:

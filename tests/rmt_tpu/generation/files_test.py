@@ -6,7 +6,13 @@ import pytest
 
 from rmt_tpu.errors import UsageError
 from rmt_tpu.generation import Sampling
-from rmt_tpu.generation.files import Output, check_same, read_prompts, text_settings
+from rmt_tpu.generation.files import (
+    Output,
+    check_same,
+    is_same_file,
+    read_prompts,
+    text_settings,
+)
 
 # Characters at which str.splitlines splits, although they end no line of a file.
 SEPARATORS = "\u2028\u2029\x85\x0b\x0c\x1c\x1d\x1e"
@@ -33,6 +39,14 @@ def test_only_newlines_end_lines_of_prompts(tmp_path):
     assert read_prompts(str(tmp_path / "empty.txt")) == []
 
 
+def test_prompts_are_read_like_training_text(tmp_path):
+    """A byte order mark is no part of the first prompt, and a blank line of .jsonl no prompt."""
+    (tmp_path / "in.txt").write_bytes(b"\xef\xbb\xbfone\n \ntwo\n")
+    assert read_prompts(str(tmp_path / "in.txt")) == ["one", " ", "two"]
+    (tmp_path / "in.jsonl").write_bytes(b'\xef\xbb\xbf{"prompt": "one"}\n\n  \n{"prompt": "two"}\n')
+    assert read_prompts(str(tmp_path / "in.jsonl")) == ["one", "two"]
+
+
 def test_nested_prompts_are_refused(tmp_path):
     (tmp_path / "in.jsonl").write_text(f'{{"prompt": "a"}}\n{DEEP}\n')
     with pytest.raises(UsageError, match="in.jsonl:2 is not a JSON object"):
@@ -47,12 +61,33 @@ def test_a_sample_with_any_characters_is_found_again(tmp_path):
 
 @pytest.mark.parametrize(
     "line",
-    [{"number": "7"}, {"number": -1}, {"number": True}, {"number": 0.0}, {}, [], DEEP],
+    [{"number": "7"}, {"number": -1}, {"number": True}, {"number": 0.0}, {}, [], DEEP, "my notes"],
     ids=lambda line: str(line)[:20],
 )
 def test_lines_of_another_command_are_refused(tmp_path, line):
     with pytest.raises(UsageError, match="out.jsonl:2 is not a line that this command writes"):
         written(tmp_path / "out.jsonl", LINE, line)
+
+
+def test_only_interrupted_lines_are_passed_over(tmp_path):
+    """Also as the last line, which has no end yet."""
+    path = tmp_path / "out.jsonl"
+    whole = json.dumps(LINE)
+    assert written(path, whole[:30], "", '{"nu', LINE).lines == [LINE]
+    for last, is_ours in ((whole[:12], True), ('{"n', True), ("notes", False), ("{}", False)):
+        path.write_text(f"{whole}\n{last}", encoding="utf-8")
+        if is_ours:
+            assert Output(str(path)).lines == [LINE]
+            continue
+        with pytest.raises(UsageError, match="out.jsonl:2 is not a line that this command writes"):
+            Output(str(path))
+        assert path.read_text(encoding="utf-8") == f"{whole}\n{last}"
+
+
+def test_the_same_file_by_another_path(tmp_path):
+    (tmp_path / "link").symlink_to(tmp_path)
+    assert is_same_file(f"{tmp_path}/a.txt", f"{tmp_path}/link/a.txt")
+    assert not is_same_file(f"{tmp_path}/a.txt", f"{tmp_path}/b.txt")
 
 
 @pytest.mark.parametrize(
