@@ -6,6 +6,7 @@ A point is a choice of a value for each searched config path.
 import itertools
 import json
 import math
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -28,6 +29,9 @@ Point = dict[str, Any]
 
 # Pictures cut off losses that are more than this number of nats above the lowest loss.
 _HEIGHT = 1.5
+
+# The number of significant digits of points that are not listed one by one.
+_DIGITS = 4
 
 # A random search for n distinct points gives up after n times this number of draws.
 _DRAWS = 100
@@ -69,8 +73,10 @@ class NumberRange:
     def grid(self) -> list[float]:
         """Return `count` numbers, evenly spaced on the scale of the range, including both ends.
 
+        They have four significant digits, or more if some of them would otherwise be equal.
+
         Raises:
-          UsageError: `count` is not given.
+          UsageError: `count` is not given, or the range has fewer numbers.
         """
         if self.count is None:
             raise UsageError(
@@ -78,8 +84,15 @@ class NumberRange:
                 f"{self.path}=log:1e-4..1e-1:7; without it, use --search=random, or "
                 "--search=halving with --trials"
             )
-        space = np.geomspace if self.log else np.linspace
-        return [_short(x) for x in space(self.low, self.high, self.count)]
+        exact = (np.geomspace if self.log else np.linspace)(self.low, self.high, self.count)
+        for digits in range(_DIGITS, 18):
+            numbers = [_short(x, digits) for x in exact]
+            if len(set(numbers)) == self.count:
+                return numbers
+        raise UsageError(
+            f"--sweep={self.path} asks for more points than there are numbers from {self.low} to "
+            f"{self.high}; legal: fewer points"
+        )
 
     def draw(self, rng: np.random.Generator) -> float:
         """Return a random number in the range."""
@@ -91,9 +104,9 @@ class NumberRange:
 Space = Choices | NumberRange
 
 
-def _short(x: float) -> float:
-    """Return a number rounded to four significant digits, short enough for a folder name."""
-    return float(f"{x:.4g}")
+def _short(x: float, digits: int = _DIGITS) -> float:
+    """Return a number rounded to some significant digits, short enough for a folder name."""
+    return float(f"{x:.{digits}g}")
 
 
 def parse_space(text: str) -> Space:
@@ -128,9 +141,20 @@ def parse_space(text: str) -> Space:
 
 
 def grid(spaces: Sequence[Space]) -> list[Point]:
-    """Return all combinations of the spaces' values; the last space varies fastest."""
+    """Return all combinations of the spaces' values; the last space varies fastest.
+
+    Raises:
+      UsageError: two points have the same `name_of`, and thus the same folder.
+    """
     values = itertools.product(*(space.grid() for space in spaces))
-    return [dict(zip([s.path for s in spaces], point, strict=True)) for point in values]
+    points = [dict(zip([s.path for s in spaces], point, strict=True)) for point in values]
+    counts = Counter(map(name_of, points))
+    if repeated := [name for name, count in counts.items() if count > 1]:
+        raise UsageError(
+            f"--sweep has two points that share the folder {repeated[0]}; legal: values with "
+            "different names"
+        )
+    return points
 
 
 def random_points(spaces: Sequence[Space], count: int, seed: int) -> list[Point]:
@@ -177,7 +201,11 @@ def name_of(point: Point) -> str:
 
 
 def _text(value: Any) -> str:
-    return f"{value:g}" if isinstance(value, float) else str(value)
+    """Return a value as a short text; a number keeps all digits that tell it from others."""
+    if not isinstance(value, float):
+        return str(value)
+    text = f"{value:g}"
+    return text if float(text) == value else repr(value)
 
 
 @dataclass(frozen=True)

@@ -52,6 +52,21 @@ def test_a_grid_needs_numbers_of_points():
         sweep.grid([sweep.parse_space("a=log:1e-4..1e-1")])
 
 
+def test_points_that_are_close_have_folders_of_their_own():
+    """Six digits of a name, or four of a range, would not tell them apart."""
+    listed = sweep.grid([sweep.parse_space(f"{RATE}=0.12345678,0.12345679,1e-3")])
+    names = [sweep.name_of(point).partition("=")[2] for point in listed]
+    assert names == ["0.12345678", "0.12345679", "0.001"]
+    (near,) = [sweep.parse_space(f"{RATE}=linear:0.1..0.10001:5")]
+    assert near.grid() == pytest.approx(np.linspace(0.1, 0.10001, 5), abs=1e-6)
+    assert len({sweep.name_of(point) for point in sweep.grid([near])}) == 5
+    ulp = f"linear:0.1..{math.nextafter(0.1, 1)!r}:3"
+    with pytest.raises(UsageError, match="more points than there are numbers from 0.1 to"):
+        sweep.grid([sweep.parse_space(f"{RATE}={ulp}")])
+    with pytest.raises(UsageError, match="share the folder source=u_v; legal: values"):
+        sweep.grid([sweep.parse_space("data.source=u/v,u_v")])
+
+
 def test_draws_are_different_within_the_range_and_of_their_seed():
     spaces = [sweep.parse_space("a=log:1e-4..1e-1"), sweep.parse_space("b=1,2")]
     points = sweep.random_points(spaces, 40, seed=3)
