@@ -133,17 +133,27 @@ class Loop:
           stop_loss: the loss on held-out text, in nats per token, at which the run stops.
 
         Raises:
-          Int16Overflow: the residual outgrew int16, so the remaining steps were not run.
-          GoBack: the run must go back to its last checkpoint because of a spike.
+          Int16Overflow: the residual outgrew int16, so the remaining steps were not run. If a
+            signal has arrived, the run stops instead.
+          GoBack: the run must go back to its last checkpoint because of a spike. If a signal has
+            arrived, the run stops instead, and its last step is that of the checkpoint.
         """
         steps, stopped_by = self.config.train.steps, None
         if self.step < steps:
             train_step = self._compile()
-            with signals.stop_after_step(self.progress.log) as stop:
-                stopped_by = self._steps(train_step, profile_steps, stop, stop_loss)
-                if self.overflowed and stopped_by is None and self.step < steps:
-                    raise Int16Overflow
-                on_saved(self.step)
+            try:
+                with signals.stop_after_step(self.progress.log) as stop:
+                    stopped_by = self._steps(train_step, profile_steps, stop, stop_loss)
+                    if self.overflowed and stopped_by is None and self.step < steps:
+                        raise Int16Overflow
+                    on_saved(self.step)
+            except Restart:
+                # A signal may have arrived after the last agreement, and the run that begins again
+                # would not know of it.
+                if (stopped_by := signals.STOPS.get(_agreed(stop))) is None:
+                    raise
+                on_saved(self.good_step)
+                return Outcome(self.good_step, stopped_by)
         else:
             on_saved(self.step)
         if self.step < steps:
@@ -407,6 +417,11 @@ class Loop:
             own = self.model, self.state.params, self.text.tokenizer, self.config
             self.side_files.sample(self.step, lambda: sample_text(*own))
         self.throughput.restart()
+
+
+def _agreed(stop: signals.Stop) -> int:
+    """Return the highest code that any process wants; all processes call this at the same time."""
+    return max(map(int, processes.exchange(str(stop.wanted), "whether to stop")))
 
 
 def has_overflowed(limit: int, in_a_row: int, skipped: int, step: int) -> bool:

@@ -1,0 +1,176 @@
+"""The training loop with a step that is a plain function: what a signal to stop does to it."""
+
+import signal
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+import sharding
+from pallas_kernels import tuned
+from rmt_tpu.checkpoint import Checkpointer, Saved
+from rmt_tpu.config import overrides
+from rmt_tpu.config.presets import run as preset_run
+from rmt_tpu.data import ByteTokenizer, Windows
+from rmt_tpu.data.datasets import Datasets
+from rmt_tpu.runs.side_files import SideFiles
+from rmt_tpu.storage import open_folder
+from rmt_tpu.training import loop
+from rmt_tpu.training.kernel_blocks import FILE, KernelBlocks
+from rmt_tpu.training.loop import Int16Overflow, Loop, LoopInputs
+from rmt_tpu.training.progress import TrainingProgress
+from rmt_tpu.training.spikes import GoBack, SpikeState, Spread
+from rmt_tpu.training.start import Start, Text
+
+
+class State(NamedTuple):
+    """A train state whose only parameter is the number of its steps."""
+
+    params: int
+    copies: Any = None
+
+
+class Checkpoints(Checkpointer):
+    """The checkpoints of a run, in memory."""
+
+    def __init__(self, events):
+        self.events, self.saved, self.last = events, {}, None
+
+    def begin_save(self, step, state, meta, **_):
+        self.events.append(f"save {step}")
+        self.saved[step] = state, meta
+        self.last = Saved(step, 0, 0.0, 0.0)
+
+    def check(self):
+        last, self.last = self.last, None
+        return last
+
+    wait = check
+
+
+class Metrics(SideFiles):
+    """The rows of a run's metrics, in memory."""
+
+    def __init__(self, events):
+        self.events, self.rows = events, {}
+
+    def write(self, step, values):
+        kept = {name: x for name, x in values.items() if not name.startswith("throughput/")}
+        self.rows.setdefault(step, {}).update(kept)
+
+    def sample(self, step, make):
+        self.events.append(f"sample {step}")
+
+    def flush(self):
+        pass
+
+    draw = write_spike = lambda self, values: None
+
+
+class Run:
+    """A run that can be started several times, with the `events` of all starts.
+
+    Args:
+      monkeypatch: the fixture, which replaces the loss on held-out text.
+      changes: changes to the config.
+      norm: the gradient norm of each step that has another one than 1.
+      skipped: the number of steps in a row that were skipped, by step.
+      signals: events (such as "step 5") at which SIGTERM arrives, each once.
+    """
+
+    def __init__(self, monkeypatch, changes, *, norm=None, skipped=None, signals=()):
+        defaults = {
+            "train.steps": 8,
+            "train.batch_size": 2,
+            "train.checkpoint_every": 2,
+            "train.eval_every": 0,
+            "train.sample_tokens": 0,
+            "data.seq_len": 4,
+        }
+        self.config = overrides.apply(preset_run("rmt-tiny"), defaults | changes)
+        self.norm, self.skipped, self.left = norm or {}, skipped or {}, list(signals)
+        self.events = []
+        self.checkpoints, self.side_files = Checkpoints(self.events), Metrics(self.events)
+        monkeypatch.setattr(loop, "HeldOutLoss", lambda *_: self.held_out_loss)
+        self.start = Start(State(0), 0, 0, spikes=SpikeState(Spread(0.0, 0.01, 60)))
+
+    def happens(self, event):
+        self.events.append(event)
+        if event in self.left:
+            self.left.remove(event)
+            signal.raise_signal(signal.SIGTERM)
+
+    def step(self, state, batch):
+        step = state.params + 1
+        self.happens(f"step {step}")
+        skipped = self.skipped.get(step, 0)
+        metrics = {"train/loss": 9 / step, "optim/grad_norm": self.norm.get(step, 1.0)}
+        metrics |= {"train/skipped_in_a_row": skipped, "train/skipped_steps": skipped}
+        return State(step), metrics
+
+    def held_out_loss(self, params):
+        self.happens(f"loss {params}")
+        return 10 / params, {}, {}
+
+    def tasks(self, params):
+        self.happens(f"tasks {params}")
+        return {"eval/piqa/acc": params / 100}
+
+    def loop(self, may_overflow=False):
+        mesh = sharding.make_mesh("data=1", jax.devices()[:1])
+        compiled = SimpleNamespace(compile=lambda: self.step)
+        model = SimpleNamespace(
+            mesh=mesh,
+            batch_sharding=NamedSharding(mesh, PartitionSpec()),
+            jitted_step=lambda: SimpleNamespace(lower=lambda *_: compiled),
+        )
+        tokens = np.zeros(40, np.int32)
+        train = Windows(tokens, seq_len=4, batch_size=2, bos=256, seed=0, shuffle=True)
+        text = Text(ByteTokenizer(), 0, train)
+        return Loop(
+            LoopInputs(self.config, model, text, Datasets(train, None, None), self.tasks),
+            self.start,
+            self.checkpoints,
+            self.side_files,
+            KernelBlocks(open_folder("unused"), print, tuned.Table(FILE), []),
+            TrainingProgress(self.config.train.steps, "run", show=False),
+            may_overflow,
+        )
+
+    def train(self, tmp_path, may_overflow=False, stop_loss=0.0):
+        on_saved = lambda step: self.events.append(f"told {step}")
+        return self.loop(may_overflow).run(0, open_folder(tmp_path), on_saved, stop_loss)
+
+
+@pytest.mark.parametrize("signals", [(), ("step 5",), ("step 6",)])
+def test_a_signal_is_obeyed_when_a_spike_sends_the_run_back(monkeypatch, tmp_path, signals):
+    """Step 5 spikes, which is found before its checkpoint or while step 6 is under way."""
+    run = Run(monkeypatch, {"train.spike_restarts": 1}, norm={5: 50.0}, signals=signals)
+    if signals:
+        assert run.train(tmp_path) == (4, signal.SIGTERM)
+        assert run.events[-1] == "told 4"
+    else:
+        with pytest.raises(GoBack):
+            run.train(tmp_path)
+
+
+@pytest.mark.parametrize("stops", [False, True])
+def test_a_signal_is_obeyed_when_the_residual_outgrows_int16(monkeypatch, tmp_path, stops):
+    """It arrives in the last save, when the step's own decision not to stop is made."""
+    run = Run(monkeypatch, {"train.max_bad_steps": 2}, skipped={2: 1, 3: 2})
+    check = run.checkpoints.check
+
+    def wait():
+        run.happens("wait")
+        return check()
+
+    run.checkpoints.wait, run.left = wait, ["wait"] * stops
+    if stops:
+        assert run.train(tmp_path, may_overflow=True) == (4, signal.SIGTERM)
+        assert run.events[-3:] == ["save 4", "wait", "told 4"]
+    else:
+        with pytest.raises(Int16Overflow):
+            run.train(tmp_path, may_overflow=True)
