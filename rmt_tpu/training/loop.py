@@ -322,7 +322,7 @@ class Loop:
         if self.good_step is not None:
             spike = {"step": self.step, "why": why, "back_to": self.good_step}
             self.side_files.write_spike(spike | {"windows_read": windows_read})
-            raise GoBack(windows_read, restarts + 1)
+            raise GoBack(windows_read, restarts + 1, self.branch)
 
     def _due(self, every: int) -> bool:
         return self.step == self.config.train.steps or (every > 0 and self.step % every == 0)

@@ -26,11 +26,13 @@ class GoBack(Restart):
       windows_read: number of windows of training data that count as read after going back.
       restarts: how often the run has gone back, this time included. The checkpoint may be from
         before earlier restarts, so that its own number is too low.
+      branch: the step to which the run last went back at the user's request, or None. The
+        checkpoint may be from before the run went back, so that its own step is another.
     """
 
-    def __init__(self, windows_read: int, restarts: int):
+    def __init__(self, windows_read: int, restarts: int, branch: int | None):
         super().__init__()
-        self.windows_read, self.restarts = windows_read, restarts
+        self.windows_read, self.restarts, self.branch = windows_read, restarts, branch
 
 
 class Spread(NamedTuple):

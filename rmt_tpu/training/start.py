@@ -52,7 +52,8 @@ class Start(NamedTuple):
         if back is None:
             return self
         spikes = self.spikes._replace(restarts=back.restarts)
-        return self._replace(windows_read=max(back.windows_read, self.windows_read), spikes=spikes)
+        windows_read = max(back.windows_read, self.windows_read)
+        return self._replace(windows_read=windows_read, branch=back.branch, spikes=spikes)
 
 
 class Text(NamedTuple):

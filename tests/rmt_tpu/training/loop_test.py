@@ -67,7 +67,10 @@ class Metrics(SideFiles):
     def flush(self):
         pass
 
-    draw = write_spike = lambda self, values: None
+    def is_complete(self, steps):
+        return False
+
+    draw = write_spike = complete = lambda self, about: None
 
 
 class Run:
@@ -174,3 +177,17 @@ def test_a_signal_is_obeyed_when_the_residual_outgrows_int16(monkeypatch, tmp_pa
     else:
         with pytest.raises(Int16Overflow):
             run.train(tmp_path, may_overflow=True)
+
+
+def test_a_run_that_goes_back_from_a_spike_stays_on_its_branch(monkeypatch, tmp_path):
+    """Without its mark in later checkpoints, the same command with --from_step=4 deletes them."""
+    run = Run(monkeypatch, {"train.spike_restarts": 1}, norm={5: 50.0})
+    at_4 = run.start._replace(state=State(4), step=4, windows_read=8)
+    run.start = at_4._replace(branch=4)  # of a checkpoint that knows of no branch
+    with pytest.raises(GoBack) as back:
+        run.train(tmp_path)
+    run.start, run.norm = at_4.after(back.value), {}
+    assert run.train(tmp_path) == (8, None)
+    branches = {step: meta["branch"] for step, (_, meta) in run.checkpoints.saved.items()}
+    assert branches == {6: 4, 8: 4}
+    assert run.checkpoints.saved[8][1]["windows_read"] == 2 * (5 + 4)
