@@ -94,7 +94,7 @@ class Loop:
         self.checkpoints, self.side_files, self.progress = checkpoints, side_files, progress
         self.blocks = blocks
         self.state, self.step, self.windows_read, self.branch, *_ = start
-        self.spikes = start.spikes
+        self.spikes, self.unevaluated = start.spikes, start.unevaluated
         self.throughput = Throughput(self.config, self.model.mesh)
         windows = num_eval_windows(self.config)
         _, held_out, mixed = self.datasets
@@ -139,7 +139,10 @@ class Loop:
             arrived, the run stops instead, and its last step is that of the checkpoint.
         """
         steps, stopped_by = self.config.train.steps, None
-        if self.step < steps:
+        # This step's checkpoint exists, so a signal may end the process at once, as it does here.
+        while self.unevaluated and self.step < steps:
+            self._evaluate_next()
+        if self.step < steps and not self._has_reached(stop_loss):
             train_step = self._compile()
             try:
                 with signals.stop_after_step(self.progress.log) as stop:
@@ -191,17 +194,15 @@ class Loop:
                     jax.block_until_ready(self.state)
                     profile.close()
                 wanted = highest(stop.wanted or self._checkpoint_seconds_are_over())
-                stopped_by = signals.STOPS.get(wanted)
                 # Evaluate before saving the checkpoint, so that a run that resumes from it does not
-                # evaluate this step again.
-                if step < steps and self._due(self.config.train.eval_every):
-                    self._evaluate()
-                if step < steps and self._due(self.config.train.eval_tasks_every):
-                    self._evaluate_tasks()
-                ends = self.overflowed or self.evaluated.get(step, math.inf) <= stop_loss
-                # `keep_best` compares the losses at the steps of checkpoints, also of the last one.
-                if step == steps and self.config.train.keep_best:
-                    self._evaluate()
+                # evaluate this step again. A run that must stop has little time, so it saves first,
+                # and evaluates this step when it resumes.
+                self.unevaluated = self._evaluations()
+                while self.unevaluated and wanted not in signals.STOPS:
+                    self._evaluate_next()
+                    wanted = max(wanted, _agreed(stop))
+                stopped_by = signals.STOPS.get(wanted)
+                ends = self.overflowed or self._has_reached(stop_loss)
                 if wanted != signals.GO_ON or ends or self._due(self.config.train.checkpoint_every):
                     self._save()
                 if stopped_by is not None or ends:
@@ -339,7 +340,7 @@ class Loop:
     def _save(self) -> None:
         self._report()
         if self.step != self.save_step:
-            own = self.windows_read, self.branch, self.spikes
+            own = self.windows_read, self.branch, self.spikes, self.unevaluated
             meta = checkpoint_meta(self.config, self.text, *own)
             with self._naming_last_checkpoint():
                 before = self.checkpoints.begin_save(
@@ -374,6 +375,29 @@ class Loop:
             yield
         except RunError as error:
             raise RunError(f"{error}; {self._last_checkpoint_text()}") from None
+
+    def _evaluations(self) -> tuple[str, ...]:
+        """Return what is evaluated before this step's checkpoint is saved, in order.
+
+        The last step is evaluated after its checkpoint. But `keep_best` compares the losses at the
+        steps of checkpoints, also of the last one.
+        """
+        train = self.config.train
+        if self.step == train.steps:
+            return ("loss",) if train.keep_best else ()
+        every = {"loss": train.eval_every}
+        if train.eval_tasks:
+            every["tasks"] = train.eval_tasks_every
+        return tuple(name for name, steps in every.items() if self._due(steps))
+
+    def _evaluate_next(self) -> None:
+        """Do the first of the evaluations that this step still lacks."""
+        name, *rest = self.unevaluated
+        {"loss": self._evaluate, "tasks": self._evaluate_tasks}[name]()
+        self.unevaluated = tuple(rest)
+
+    def _has_reached(self, stop_loss: float) -> bool:
+        return self.evaluated.get(self.step, math.inf) <= stop_loss
 
     def _evaluate(self) -> None:
         """Compute the loss on held-out text and write it to the metrics."""

@@ -34,6 +34,8 @@ class Start(NamedTuple):
         because it precedes the first step.
       mixture: the mixture of texts, continued from this point; None without a mixture.
       spikes: the spread of gradient norms up to now.
+      unevaluated: what of this step has not been evaluated, because the run was stopped: "loss" on
+        held-out text, or "tasks".
     """
 
     state: TrainState
@@ -43,17 +45,19 @@ class Start(NamedTuple):
     is_saved: bool = True
     mixture: data.Mixture | None = None
     spikes: SpikeState = SpikeState()
+    unevaluated: tuple[str, ...] = ()
 
     def after(self, back: GoBack | None) -> "Start":
         """Return this start after going back because of a spike; None means no going back.
 
-        The windows up to the spike count as read.
+        The windows up to the spike count as read. The step has been evaluated by then.
         """
         if back is None:
             return self
         spikes = self.spikes._replace(restarts=back.restarts)
         windows_read = max(back.windows_read, self.windows_read)
-        return self._replace(windows_read=windows_read, branch=back.branch, spikes=spikes)
+        start = self._replace(windows_read=windows_read, branch=back.branch, spikes=spikes)
+        return start._replace(unevaluated=())
 
 
 class Text(NamedTuple):
@@ -113,7 +117,7 @@ def restore_or_init(
             flag = f"--init_from={warm_start.folder}"
             start = _restore_at(config, run, warm_start, flag, text, None)
             log(f"continuing {warm_start.folder} from step {start.step}, with its optimizer")
-            return start._replace(branch=None, is_saved=False)
+            return start._replace(branch=None, is_saved=False, unevaluated=())
         state = run.jitted_init()()
         if warm_start is not None:
             params = warm_start.initial_params(state.params, run.state_shardings.params, log)
@@ -178,7 +182,8 @@ def _restore_at(
         )
     spikes = SpikeState.of_meta(meta.get("spikes"))
     state = run.with_copies(state)
-    return Start(state, step, read, meta.get("branch"), mixture=mixture, spikes=spikes)
+    start = Start(state, step, read, meta.get("branch"), mixture=mixture, spikes=spikes)
+    return start._replace(unevaluated=tuple(meta.get("unevaluated", ())))
 
 
 def checkpoint_meta(
@@ -187,13 +192,19 @@ def checkpoint_meta(
     windows_read: int,
     branch: int | None,
     spikes: SpikeState,
+    unevaluated: tuple[str, ...] = (),
 ) -> dict[str, Any]:
-    """Return the metadata of a checkpoint: the run's config and its position in the text."""
+    """Return the metadata of a checkpoint: the run's config and its position in the text.
+
+    The other arguments are the fields of `Start` with the same names.
+    """
     meta = {"windows_read": windows_read, "data_checksum": text.checksum}
     meta["spikes"] = spikes.meta()
     meta |= workdir.config_meta(config, text.tokenizer)
     if text.mixture is not None:
         meta["mixture"] = text.mixture.meta()
+    if unevaluated:
+        meta["unevaluated"] = unevaluated
     return meta if branch is None else meta | {"branch": branch}
 
 

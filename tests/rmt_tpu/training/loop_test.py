@@ -143,6 +143,11 @@ class Run:
             may_overflow,
         )
 
+    def resume(self):
+        step, (state, meta) = max(self.checkpoints.saved.items())
+        own = self.start._replace(state=state, step=step, windows_read=meta["windows_read"])
+        self.start = own._replace(unevaluated=tuple(meta.get("unevaluated", ())))
+
     def train(self, tmp_path, may_overflow=False, stop_loss=0.0):
         on_saved = lambda step: self.events.append(f"told {step}")
         return self.loop(may_overflow).run(0, open_folder(tmp_path), on_saved, stop_loss)
@@ -191,3 +196,40 @@ def test_a_run_that_goes_back_from_a_spike_stays_on_its_branch(monkeypatch, tmp_
     branches = {step: meta["branch"] for step, (_, meta) in run.checkpoints.saved.items()}
     assert branches == {6: 4, 8: 4}
     assert run.checkpoints.saved[8][1]["windows_read"] == 2 * (5 + 4)
+
+
+EVALUATED = {"train.eval_every": 2, "train.eval_tasks_every": 4, "train.checkpoint_every": 0}
+EVALUATED |= {"train.eval_tasks": "piqa", "train.eval_data_dir": "unused"}
+
+
+@pytest.mark.parametrize(
+    ("arrives", "then"),
+    [
+        ("step 4", ["step 4", "save 4", "told 4", "loss 4", "tasks 4", "step 5"]),
+        ("loss 4", ["loss 4", "save 4", "told 4", "tasks 4", "step 5"]),
+        ("tasks 4", ["loss 4", "tasks 4", "save 4", "told 4", "step 5"]),
+        ("step 3", ["step 3", "save 3", "told 3", "step 4"]),
+    ],
+)
+def test_a_stop_saves_first_and_evaluates_when_the_run_resumes(
+    monkeypatch, tmp_path, arrives, then
+):
+    whole = Run(monkeypatch, EVALUATED)
+    assert whole.train(tmp_path) == (8, None)
+    run = Run(monkeypatch, EVALUATED, signals=[arrives])
+    step = int(arrives[-1])
+    assert run.train(tmp_path) == (step, signal.SIGTERM)
+    run.resume()
+    assert run.train(tmp_path) == (8, None)
+    first = run.events.index(then[0])
+    assert run.events[first : first + len(then)] == then
+    assert run.side_files.rows == whole.side_files.rows
+    assert {"train/loss", "eval/loss", "eval/piqa/acc"} <= run.side_files.rows[4].keys()
+
+
+def test_a_stop_at_the_loss_of_a_run_is_found_when_it_resumes(monkeypatch, tmp_path):
+    run = Run(monkeypatch, EVALUATED, signals=["step 4"])
+    assert run.train(tmp_path, stop_loss=2.5) == (4, signal.SIGTERM)
+    run.resume()
+    assert run.train(tmp_path, stop_loss=2.5) == (4, None)
+    assert "step 5" not in run.events

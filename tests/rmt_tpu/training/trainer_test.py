@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+import signal
 import socket
 import time
 
@@ -230,3 +231,25 @@ def test_saves_and_evaluations_do_not_depend_on_how_often_a_run_logs(config, tmp
     run = open_folder(tmp_path / "run")
     assert workdir.open_checkpoints(run).steps() == [2, 4, 6]
     assert series(read_metrics(run), "eval/loss")[0] == [3, 6]
+
+
+@pytest.mark.slow
+def test_what_a_stop_left_unevaluated_is_evaluated_when_the_run_resumes(
+    config, tmp_path, monkeypatch
+):
+    config = overrides.apply(config, {"train.steps": 4, "train.sample_tokens": 0})
+    trainer.train(config, tmp_path / "whole")
+    take_step = loop.Loop.take_step
+
+    def stopped(self, train_step, step, batches):
+        take_step(self, train_step, step, batches)
+        if step == 2:
+            signal.raise_signal(signal.SIGTERM)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(loop.Loop, "take_step", stopped)
+        assert trainer.train(config, tmp_path / "run") == (2, signal.SIGTERM)
+    assert series(read_metrics(tmp_path / "run"), "eval/loss") == ([], [])
+    trainer.train(config, tmp_path / "run")
+    found, wanted = (series(read_metrics(tmp_path / run), "eval/loss") for run in ("run", "whole"))
+    assert found == wanted and found[0] == [2, 4]
