@@ -7,6 +7,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 from rmt_tpu.errors import UsageError
 from rmt_tpu.storage import Fault, Folder
@@ -58,9 +59,9 @@ def announce_run(folder: Folder, log: Callable[[str], None]) -> Iterator[str | N
 
 
 def _own_record() -> bytes:
-    return json.dumps(
-        {"host": socket.gethostname(), "pid": os.getpid(), "seen": time.time()}
-    ).encode()
+    pid = os.getpid()
+    record = {"host": socket.gethostname(), "pid": pid, "seen": time.time()}
+    return json.dumps(record | {"started": start_ticks(pid)}).encode()
 
 
 def _claim(folder: Folder) -> str | None:
@@ -100,17 +101,43 @@ def _parse_record(data: bytes) -> tuple[str | None, bool]:
             int(record["pid"]),
             time.time() - float(record["seen"]),
         )
+        started = record.get("started")
     except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
         return None, False
     is_here = host == socket.gethostname()
-    if ago > _STALE_SECONDS or (is_here and not _is_alive(pid)):
+    if ago > _STALE_SECONDS or (is_here and not _is_alive(pid, started)):
         return None, False
     return f"process {pid} on {host} (seen {max(ago, 0):.0f} s ago)", is_here
 
 
-def _is_alive(pid: int) -> bool:
-    """Return whether a process with this id, other than this process, is alive on this host."""
+def start_ticks(pid: int) -> int | None:
+    """Return when a process started, in clock ticks since the host's boot.
+
+    The result is None if there is no such process, or if the host has no `/proc`.
+    """
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+        # The second field is the program's name in parentheses, which may have spaces and
+        # parentheses too. The start is the 22nd field.
+        return int(stat.rpartition(")")[2].split()[19])
+    except (OSError, ValueError, IndexError):
+        return None
+
+
+def _is_alive(pid: int, started: object) -> bool:
+    """Return whether a process that announced itself, other than this one, is alive on this host.
+
+    After the restart of a container, the process id may belong to another process. That process
+    has another start.
+
+    Args:
+      pid: the id of the process.
+      started: its `start_ticks` in the announcement; None if they are not known.
+    """
     if pid == os.getpid():
+        return False
+    now = start_ticks(pid)
+    if None not in (started, now) and started != now:
         return False
     try:
         os.kill(pid, 0)

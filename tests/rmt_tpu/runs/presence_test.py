@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -53,6 +54,43 @@ def test_one_that_lives_here_keeps_its_folder(tmp_path):
     assert (tmp_path / presence.FILE).read_text() == word
 
 
+needs_proc = pytest.mark.skipif(
+    presence.start_ticks(os.getpid()) is None, reason="the host has no /proc"
+)
+
+
+@needs_proc
+def test_one_that_was_killed_is_not_confused_with_another_of_its_number(tmp_path):
+    """As in a container that was started again, where process ids begin anew."""
+    pid = os.getppid()
+    word = {"host": HERE, "pid": pid, "seen": time.time(), "started": presence.start_ticks(pid)}
+    (tmp_path / presence.FILE).write_text(json.dumps(word))
+    with (
+        pytest.raises(UsageError, match=f"process {pid} on "),
+        presence.announce_run(open_folder(tmp_path), pytest.fail),
+    ):
+        pass
+    (tmp_path / presence.FILE).write_text(json.dumps(word | {"started": word["started"] - 1}))
+    with presence.announce_run(open_folder(tmp_path), pytest.fail):
+        pass
+
+
+@needs_proc
+def test_a_start_is_read_whatever_the_name_of_the_program(tmp_path):
+    ticks = []
+    for name in ("plain", "a ) 1 2 (b"):
+        program = tmp_path / name
+        program.symlink_to(shutil.which("sleep"))
+        process = subprocess.Popen([program, "600"])
+        try:
+            ticks.append(presence.start_ticks(process.pid))
+        finally:
+            process.kill()
+            process.wait()
+    own = presence.start_ticks(os.getpid())
+    assert own < ticks[0] <= ticks[1] < own + 10**6  # within hours
+
+
 def test_of_two_that_begin_at_a_time_one_is_refused(tmp_path, monkeypatch):
     folder, create = open_folder(tmp_path), LocalFolder.create
     word = {"host": HERE, "pid": os.getppid(), "seen": time.time()}
@@ -91,6 +129,7 @@ def test_word_is_left_while_it_lasts(tmp_path):
             time.sleep(0.01)
         said = json.loads(path.read_text())
         assert (said["host"], said["pid"]) == (HERE, os.getpid())
+        assert said["started"] == presence.start_ticks(os.getpid())
     assert not path.exists()
 
 
