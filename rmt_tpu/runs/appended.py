@@ -47,23 +47,28 @@ class AppendedFile:
         if self._thread is None and not self._is_backing_off():
             self.flush()
 
-    def flush(self) -> None:
-        """Append the pending data to the file if it can be written; any thread may call this."""
+    def flush(self) -> bool:
+        """Append the pending data to the file if it can be written; any thread may call this.
+
+        Returns:
+          Whether all data that was added before this call is in the file.
+        """
         with self._appending:
             with self._lock:
                 pending = list(self._pending)
             if not pending:
-                return
+                return True
             try:
                 self._folder.append(self._name, b"".join(pending))
             except Fault as fault:
                 if self._retry_at == -math.inf:
                     self._report(f"note: {fault}; the run continues, and retries this")
                 self._retry_at = time.monotonic() + _APPEND_SECONDS
-                return
+                return False
             self._retry_at = -math.inf
             with self._lock:
                 del self._pending[: len(pending)]
+            return True
 
     def close(self) -> None:
         """Write the remaining data and stop the thread."""

@@ -46,9 +46,13 @@ class MetricsWriter:
         finite = {k: v if math.isfinite(v) else None for k, v in values.items()}
         self._rows.add((json.dumps({"step": step} | finite) + "\n").encode())
 
-    def flush(self) -> None:
-        """Append all pending rows to the file if it can be written; any thread may call this."""
-        self._rows.flush()
+    def flush(self) -> bool:
+        """Append all pending rows to the file if it can be written; any thread may call this.
+
+        Returns:
+          Whether all rows that were written before this call are in the file.
+        """
+        return self._rows.flush()
 
     def close(self) -> None:
         """Write the remaining rows and stop the thread."""

@@ -15,7 +15,7 @@ import jax
 
 from rmt_tpu.config import RunConfig
 from rmt_tpu.distributed import processes
-from rmt_tpu.errors import DivergedError, one_line
+from rmt_tpu.errors import DivergedError, RunError, one_line
 from rmt_tpu.runs import trackers
 from rmt_tpu.runs.environment import describe
 from rmt_tpu.runs.metrics import FILE, MetricsWriter
@@ -144,9 +144,15 @@ class SideFiles:
         return processes.from_first(found, "the last step")
 
     def complete(self, step: int) -> None:
-        """Record in a file that the final evaluation and sample after `step` are done."""
-        if processes.is_first():
+        """Record in a file that the final evaluation and sample after `step` are done.
+
+        If rows of metrics cannot be written, the file is not written either. When the command is
+        repeated, the run then evaluates its last step again, and writes these rows.
+        """
+        if self._metrics:
             with self._harmless(f"{self._folder}/{COMPLETE} cannot be written"):
+                if not self._metrics.flush():
+                    raise RunError(f"the last rows of {FILE} are not written yet")
                 done = json.dumps({"step": step, "time": time.time()})
                 self._folder.write(COMPLETE, f"{done}\n".encode())
 

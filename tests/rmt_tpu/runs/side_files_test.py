@@ -9,8 +9,10 @@ import rmt_tpu
 from rmt_tpu.config import overrides, presets
 from rmt_tpu.errors import DivergedError
 from rmt_tpu.runs import environment
+from rmt_tpu.runs.metrics import read_metrics
 from rmt_tpu.runs.side_files import SideFiles, archive_metrics
-from rmt_tpu.storage import open_folder
+from rmt_tpu.storage import Fault, open_folder
+from rmt_tpu.storage.local import LocalFolder
 
 
 @pytest.fixture
@@ -81,6 +83,49 @@ def test_a_run_is_complete_at_its_own_last_step(tmp_path, told):
         assert files.is_complete(8)
     with side_files(tmp_path, told, step=4) as files:  # its last checkpoint was damaged, say
         assert not files.is_complete(8)
+
+
+def test_a_run_whose_last_rows_are_not_written_is_not_complete(tmp_path, told, monkeypatch):
+    """Its rows would be lost, and nobody would evaluate the last step again."""
+    append = LocalFolder.append
+
+    def fail(self, name, data):
+        if name == "metrics.jsonl":
+            raise Fault(f"{self}/{name}: no answer")
+        append(self, name, data)
+
+    with monkeypatch.context() as patch, side_files(tmp_path, told) as files:
+        patch.setattr(LocalFolder, "append", fail)
+        files.write(8, {"eval/loss": 1.0})
+        files.complete(8)
+        assert not files.is_complete(8)
+    assert told[-1] == (
+        f"note: {tmp_path}/complete.json cannot be written: the last rows of metrics.jsonl are not "
+        "written yet; the run continues"
+    )
+    with side_files(tmp_path, told, step=8) as files:
+        files.write(8, {"eval/loss": 1.0})
+        files.complete(8)
+        assert files.is_complete(8)
+    assert read_metrics(tmp_path) == [{"step": 8, "eval/loss": 1.0}]
+
+
+def test_rows_that_a_failed_append_left_are_written_before_a_run_is_complete(
+    tmp_path, told, monkeypatch
+):
+    append, failures = LocalFolder.append, [1]
+
+    def fail_once(self, name, data):
+        if name == "metrics.jsonl" and failures:
+            raise Fault(f"{self}/{name}: {failures.pop()}")
+        append(self, name, data)
+
+    monkeypatch.setattr(LocalFolder, "append", fail_once)
+    with side_files(tmp_path, told) as files:
+        files.write(8, {"eval/loss": 1.0})
+        files.complete(8)
+        assert files.is_complete(8)
+        assert read_metrics(tmp_path) == [{"step": 8, "eval/loss": 1.0}]
 
 
 def test_each_start_leaves_what_it_was_started_with(tmp_path, told):
