@@ -15,6 +15,7 @@ from rmt_tpu import config as cfg
 from rmt_tpu.config import overrides
 from rmt_tpu.config.overrides import differences
 from rmt_tpu.decoder import Decoder
+from rmt_tpu.distributed import processes
 from rmt_tpu.errors import ArgumentError, RunError, UsageError, argument_errors, flag_errors
 from rmt_tpu.hub import weights
 from rmt_tpu.hub.models import describe, is_hub
@@ -117,8 +118,10 @@ class WarmStart:
         log(message + self.location + (f"; initialised: {names}{more}" if names else ""))
         return traverse_util.unflatten_dict(flat | read)
 
-    def source_params(self, params: Any, like: Any) -> Any:
-        """Return the parameters of the trained model.
+    def source_params(self, params: Any, like: Any) -> Any | None:
+        """Return the parameters of the trained model, or None if its checkpoint has been deleted.
+
+        A run that still trains may have deleted the checkpoint since `initial_params` read it.
 
         Parameters that the new model also has are taken from `params`, without a copy. Only the
         other parameters are read, and each device reads only its own shards.
@@ -132,7 +135,12 @@ class WarmStart:
         """
         flat, wanted = map(traverse_util.flatten_dict, (params, like))
         missing = {path: wanted[path] for path in self.left_out(like)}
-        read = self._read(missing) if missing else {}
+        try:
+            read = self._read(missing) if missing else {}
+        except (ArgumentError, RunError):
+            if self._has_checkpoint():
+                raise
+            return None
         found = {path: read[path] if path in read else flat[path] for path in wanted}
         return traverse_util.unflatten_dict(found)
 
@@ -140,6 +148,13 @@ class WarmStart:
         """Return the paths of the trained model's parameters (`like`) that the new model lacks."""
         shared = set(self._shared)
         return [path for path in traverse_util.flatten_dict(like) if path not in shared]
+
+    def _has_checkpoint(self) -> bool:
+        """Return, on all processes, whether the checkpoint that was read still exists."""
+        if self._is_hub:
+            return True
+        steps = open_checkpoints(self._folder).steps()
+        return self._step in processes.from_first(steps, f"the checkpoints of {self.location}")
 
     def _read(self, like: dict[Path, jax.ShapeDtypeStruct]) -> dict[Path, jax.Array]:
         return self._read_hub(like) if self._is_hub else self._read_run(like)

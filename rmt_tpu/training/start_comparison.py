@@ -26,7 +26,8 @@ because rounding may send a token to a different expert.
 Parameters that both models share exist only once. The comparison needs additional memory for the
 parameters that only the trained model has and for a chunk of logits. It also needs memory for one
 text of at most 512 tokens per device; in a pipeline, for one such text per microbatch. The
-comparison is skipped if a device has less memory.
+comparison is skipped if a device has less memory. It is also skipped if the trained model is of a
+run that has deleted the checkpoint by then.
 """
 
 import dataclasses
@@ -115,11 +116,12 @@ def report(
         if shortage := comparison.shortage():
             log(f"{line}; logits are not compared: {shortage}")
             return
+        source_params = warm_start.source_params(params, comparison.like)
+        if source_params is None:
+            log(f"{line}; logits are not compared: the run there has deleted its checkpoint by now")
+            return
         difference = functools.partial(
-            comparison.difference,
-            params,
-            warm_start.source_params(params, comparison.like),
-            comparison.batch(windows),
+            comparison.difference, params, source_params, comparison.batch(windows)
         )
         measured = difference()
     except sharding.MeshError as error:

@@ -172,6 +172,34 @@ def test_weights_that_the_new_model_lacks_count(config, windows, tmp_path):
     assert wanted[0] > 0.05
 
 
+@pytest.mark.parametrize("gone", [True, False])
+def test_a_checkpoint_that_its_run_deletes_meanwhile_is_not_compared(
+    config, windows, tmp_path, gone
+):
+    """Its run goes on; a checkpoint that is damaged still ends the start."""
+    origin, folder = resolve_auto(overrides.apply(config, ATTENTION)), open_folder(tmp_path)
+    params = nnx.to_pure_dict(nnx.state(models.decoder(origin.model), nnx.Param))
+    workdir.write_config(folder, origin)
+    meta = workdir.config_meta(origin, ByteTokenizer())
+    workdir.open_checkpoints(folder).save(1, {"params": params}, meta)
+
+    def delete(params):
+        if gone:
+            (tmp_path / "checkpoints/1/COMMIT").unlink()
+        else:
+            next((tmp_path / "checkpoints/1").glob("*/manifest.json")).write_text("{}")
+        return params
+
+    start = lambda: said(config, str(tmp_path), windows, change=delete)
+    if gone:
+        assert start().endswith(
+            "logits are not compared: the run there has deleted its checkpoint by now"
+        )
+    else:
+        with pytest.raises(RunError, match=r"manifest\.json is damaged"):
+            start()
+
+
 def logits(model, params, windows):
     """Logits of the same text; parameters that the model lacks are left out."""
     graph, like = models.split(model)
