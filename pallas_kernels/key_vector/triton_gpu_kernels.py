@@ -11,6 +11,7 @@ from pallas_kernels.key_vector.interface import LEAST_STEPS
 from pallas_kernels.triton import dot, plgpu
 
 _LARGEST = 2**15 - 1
+_ROUND, _ROUND_BITS = 1.5 * 2.0**23, 0x4B400000  # a float32 and its bits
 
 # Sizes, tiles and loops -----------------------------------------------------------------------
 
@@ -138,13 +139,14 @@ def _steps(site, written):
     The values are rounded to the nearest integer. NaN is converted to an integer that overflows
     int16.
     """
-    # A float32 of about 1.5 * 2^23 has no bits for a fraction, so adding that number rounds to an
-    # integer, with ties to even.
-    limit, shifter = 2.0**21, 1.5 * 2.0**23
+    # A float32 of about `_ROUND` has no bits for a fraction, so adding that number rounds to an
+    # integer, with ties to even. The integer is then read from the bits. If `_ROUND` were
+    # subtracted instead, XLA would leave out both additions where the kernel is interpreted.
+    limit = 2.0**21
     steps = site.steps * written
     outside = jnp.where(steps < 0, -limit, limit)
     steps = jnp.where(jnp.abs(steps) <= limit, steps, outside)
-    return ((steps + shifter) - shifter).astype(jnp.int32)
+    return jax.lax.bitcast_convert_type(steps + _ROUND, jnp.int32) - _ROUND_BITS
 
 
 # Forward pass ---------------------------------------------------------------------------------

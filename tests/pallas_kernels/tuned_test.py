@@ -288,7 +288,7 @@ SOURCES = {
         "mosaic_tpu_rows.py",
         "../products.py",
     ),
-    ("cuda", "key_vector"): (1, "0ff5860d3894cf38", "triton_gpu_kernels.py", "../triton.py"),
+    ("cuda", "key_vector"): (1, "2e44f1354168877e", "triton_gpu_kernels.py", "../triton.py"),
     ("cuda", "depth_attention"): (1, "697642d6a772e75a", "triton_gpu_kernels.py"),
 }
 
