@@ -137,8 +137,11 @@ def wins(op: str, operands: SiteOperands | SiteBackward, *others) -> bool:
         "P": site.read_keys.shape[0] if site.reads else 0,
         "dtype": (site.data if site.stores else site.residual).dtype.name,
     }
-    name = "key_vector_backward" if op == "backward" else _name(site)
-    return tuned.winner(KERNELS[name], key, B * N) == "triton"
+    names = {"key_vector_backward" if op == "backward" else _name(site)}
+    if site.residual.dtype == jnp.int16 and site.stores and site.reads:
+        # Plain JAX adds in another order, and could not undo exactly what a kernel has written.
+        names = {"key_vector_forward", "key_vector_backward"}
+    return all(tuned.winner(KERNELS[name], key, B * N) == "triton" for name in names)
 
 
 def _is_plain(op: str, site: SiteOperands) -> bool:
@@ -222,7 +225,7 @@ def forward(
         outputs["retrieved"] = jax.ShapeDtypeStruct((T, sizes.P, V), dtype)
         outputs["mean"] = outputs["rstd"] = jax.ShapeDtypeStruct((T,), jnp.float32)
     name = _name(site)
-    blocks = blocks or _blocks_of(sizes, name)
+    blocks = blocks or _blocks_of(sizes, name, residual.dtype)
     kernel = functools.partial(forward_kernel, sizes, blocks, float(epsilon), scale)
     flops = 2 * T * (sizes.R + sizes.P) * K * V
     out = _run(name, kernel, inputs, outputs, blocks, flops, interpret=interpret)
@@ -255,7 +258,7 @@ def backward(
     residual, store_keys, data, gain, read_keys = site
     sizes = Sizes.of(site, data.dtype, norm, fraction_bits)
     name = "key_vector_backward"
-    blocks = blocks or _blocks_of(sizes, name)
+    blocks = blocks or _blocks_of(sizes, name, residual.dtype)
     in_registers = (
         blocks.keys >= sizes.K and len(sizes.groups(sizes.R) + sizes.groups(sizes.P)) == 2
     )
@@ -299,7 +302,7 @@ def backward(
         kernel = functools.partial(backward_tokens_kernel, sizes, blocks)
         out = run(name, kernel, inputs_and_cotangent, token_outputs, blocks, 2 * flops)
         name = "key_vector_backward_sums"
-        sum_blocks = _blocks_of(sizes, name)._replace(programs=min(T, 64))
+        sum_blocks = _blocks_of(sizes, name, residual.dtype)._replace(programs=min(T, 64))
         kernel = functools.partial(backward_sums_kernel, sizes, sum_blocks)
         inputs = {k: inputs[k] for k in inputs if k != "store_keys"}
         inputs["d_residual"] = out["d_residual"]
@@ -350,10 +353,16 @@ def _run(name, kernel, inputs, outputs, blocks: Blocks, flops, *more_grid, inter
     )
 
 
-def _blocks_of(sizes: Sizes, kernel: str) -> Blocks:
+def _blocks_of(sizes: Sizes, kernel: str, residual: DTypeLike) -> Blocks:
+    """Return the block sizes of a tuning table, or the default ones for an int16 residual.
+
+    A product of other block sizes may use another kind of tensor cores, which add in another order,
+    so that the backward pass could not undo a write exactly. All default ones use the same kind.
+    """
     key = {name: getattr(sizes, name) for name in "KVRP"} | {"dtype": sizes.dtype.name}
-    default = default_blocks(kernel, tokens=sizes.T, **key)
-    blocks = tuned.look_up(KERNELS[kernel], key, sizes.T, default)
+    blocks = default_blocks(kernel, tokens=sizes.T, **key)
+    if residual != jnp.int16:
+        blocks = tuned.look_up(KERNELS[kernel], key, sizes.T, blocks)
     return blocks._replace(programs=min(blocks.programs, sizes.T))
 
 

@@ -13,6 +13,7 @@ import pytest
 
 import pallas_kernels
 from pallas_kernels import tuned
+from pallas_kernels.key_vector import triton_gpu
 from pallas_kernels.key_vector.block_sizes import KERNELS, BlockSizes, Sizes, default_block_sizes
 from pallas_kernels.shapes import RMT_305M
 from pallas_kernels.target import platform_of
@@ -230,15 +231,17 @@ def test_a_program_for_a_tpu_takes_that_tpus_entry_whatever_machine_compiles_it(
     assert look.chosen == default()
 
 
+def winner(kernel: str, implementation: str) -> Entry:
+    """An entry for an H200 that names the fastest implementation of a kernel."""
+    found = tuned.KERNELS["cuda", kernel]
+    key = tuned.items({**RMT_305M._asdict(), "dtype": "bfloat16"})
+    size = "nvidia_h200", found.name, found.version, key, 512
+    return Entry(*size, (), "measured", implementation=implementation)
+
+
 def on_a_gpu(*implementation: str) -> list[str]:
     """Kernels that a call takes unasked on an H200, with an entry that names an implementation."""
-    kernel = tuned.KERNELS["cuda", "key_vector_forward"]
-    key = tuned.items({**RMT_305M._asdict(), "dtype": "bfloat16"})
-    made = [
-        Entry("nvidia_h200", kernel.name, kernel.version, key, 512, (), "measured",
-              implementation=name)
-        for name in implementation
-    ]  # fmt: skip
+    made = [winner("key_vector_forward", name) for name in implementation]
     with jax.sharding.use_abstract_mesh(mesh_of("NVIDIA H200")), tuned.collecting() as looks:
         with tuned.tuned(Table("mine", tuple(made))):
             jax.eval_shape(pallas_kernels.store_norm_retrieve, *ARGS)
@@ -252,6 +255,18 @@ def test_on_a_gpu_the_kernel_is_taken_where_a_table_says_that_it_wins(caplog):
     (record,) = caplog.records  # once
     assert "using plain XLA instead of the kernels on NVIDIA H200" in record.getMessage()
     assert "recipes.autotune --device" in record.getMessage()
+
+
+@pytest.mark.parametrize("backward", ["triton", "xla"])
+def test_an_int16_residual_is_written_and_undone_by_one_implementation(backward):
+    """Sums in another order would not undo a write exactly."""
+    given = RMT_305M.backward((1, 512), "bfloat16", "int16")
+    made = winner("key_vector_forward", "triton"), winner("key_vector_backward", backward)
+    with jax.sharding.use_abstract_mesh(mesh_of("NVIDIA H200")), tuned.tuned(Table("mine", made)):
+        won = [triton_gpu.wins("forward", given.site), triton_gpu.wins("backward", given)]
+        others = RMT_305M.site((1, 512), "bfloat16", "bfloat16")
+        assert triton_gpu.wins("forward", others)
+    assert won == [backward == "triton"] * 2
 
 
 # A hash of the code that a kernel runs, without comments, and the version of its entries. Where the
