@@ -5,6 +5,7 @@ tested with fewer rows of the batch, and if necessary with shorter sequences. Op
 case in this module are not checked.
 """
 
+import functools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
@@ -14,6 +15,7 @@ import jax.numpy as jnp
 from pallas_kernels.causal_attention.interface import AttentionOperands, PartOperands
 from pallas_kernels.platform import TracedCall
 from pallas_kernels.shapes import Depth, Heads, KeyVector
+from rmt_tpu.analysis import device_cases_depth as depth
 from rmt_tpu.analysis import device_cases_layers as layers
 from rmt_tpu.analysis import device_cases_residual as residual
 from rmt_tpu.analysis.device_case import DeviceCase
@@ -84,12 +86,16 @@ def _depth(call: TracedCall) -> Iterator[DeviceCase]:
     if call.op.startswith("partial"):
         S, *entries = operands.queries.shape
         N, *tokens = operands.sources.shape[: -len(entries)]
-        make, dtype = residual.partial, operands.sources.dtype
+        make, dtype = depth.partial, operands.sources.dtype
+        if call.op == "partial_backward" and call.args[1].accumulate is not None:
+            make = depth.partial_backward
+        elif operands.prior is not None:
+            make = functools.partial(depth.partial, prior=True)
     else:
         operands = operands.merge if call.name == "merge_read" else operands
         S, *entries = operands.mixed.shape[:1] + operands.query.shape
         N, tokens = 1, operands.current.shape[: -len(entries)]
-        make = residual.merge_read if call.name == "merge_read" else residual.merge
+        make = depth.merge_read if call.name == "merge_read" else depth.merge
         dtype = operands.current.dtype
     matrix = tuple(entries) if len(entries) > 1 else None
     size = Depth(S, N, math.prod(entries))

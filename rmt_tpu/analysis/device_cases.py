@@ -5,6 +5,7 @@ from typing import Literal
 
 from pallas_kernels import shapes
 from pallas_kernels.shapes import Depth, Heads, KeyVector
+from rmt_tpu.analysis import device_cases_depth as depth
 from rmt_tpu.analysis import device_cases_layers as layers
 from rmt_tpu.analysis import device_cases_residual as residual
 from rmt_tpu.analysis.device_case import DeviceCase
@@ -46,14 +47,18 @@ def _depth(scale: Scale) -> Iterator[DeviceCase]:
             (Depth(2, 5, 2048), (3, 401), (32, 64)),
         ]
     for size, tokens in vectors:
-        yield residual.depth_attention(size, tokens)
-        yield residual.partial(size, tokens)
-        yield residual.merge(size, tokens)
-        yield residual.merge_at(size, tokens[0])
+        yield depth.depth_attention(size, tokens)
+        yield depth.partial(size, tokens)
+        yield depth.merge(size, tokens)
+        yield depth.merge_at(size, tokens[0])
+    yield depth.partial_backward(*vectors[0])
+    yield depth.partial(*vectors[1], prior=True)
     for size, tokens, matrix in matrices:
-        yield residual.partial(size, tokens, matrix)
-        yield residual.merge(size, tokens, matrix)
-        yield residual.merge_read(size, tokens, matrix)
+        yield depth.partial(size, tokens, matrix)
+        yield depth.merge(size, tokens, matrix)
+        yield depth.merge_read(size, tokens, matrix)
+    yield depth.partial_backward(*matrices[1])
+    yield depth.partial(*matrices[0], prior=True)
 
 
 def _attention(scale: Scale) -> Iterator[DeviceCase]:

@@ -1,26 +1,20 @@
-"""Test cases for the ops on residuals: key-vector ops and depth attention.
+"""Test cases for key-vector ops.
 
-In key-vector ops, each token has a residual matrix of size K x V. A write stores R data vectors in
-it, and a read retrieves P vectors. In depth attention, there are N sources with D numbers per
-token. Each of S sites, the inputs of sublayers, takes a weighted mean of the sources.
+Each token has a residual matrix of size K x V. A write stores R data vectors in it, and a read
+retrieves P vectors.
 """
 
 import functools
 
-import jax
 import jax.numpy as jnp
 
 import pallas_kernels
 from pallas_kernels.arguments import Norm
-from pallas_kernels.depth_attention import reference as depth_reference
-from pallas_kernels.depth_attention.interface import Merge, Partial
 from pallas_kernels.key_vector import reference as key_vector_reference
-from pallas_kernels.shapes import Depth, KeyVector
+from pallas_kernels.shapes import KeyVector
 from rmt_tpu.analysis.device_case import EPSILON, Arrays, DeviceCase, in_words, normal, only
 
 Tokens = tuple[int, int]
-
-# Key-vector ops -------------------------------------------------------------------------------
 
 # These results are sums over all keys, and the terms of a sum may cancel.
 _CANCELS = frozenset({"retrieved", "first", "again", "undone", "d_data"})
@@ -236,189 +230,3 @@ def _undo_inputs(size: KeyVector, tokens: Tokens, dtype: str) -> Arrays:
         "d_retrieved": normal(6, dtype, *tokens, P, V),
     }
     return inputs | cotangents | {"residual": residual}
-
-
-# Depth attention ------------------------------------------------------------------------------
-
-# The number of vectors that a merge with a read retrieves.
-_READ = 12
-
-
-def depth_attention(size: Depth, tokens: Tokens, dtype: str = "bfloat16") -> DeviceCase:
-    """Return a test case for depth attention at one site (a sublayer's input), over all sources."""
-    _, N, D = size
-    return DeviceCase(
-        "depth_attention",
-        _depth_words(size, tokens, None, dtype),
-        lambda implementation, queries, sources: {
-            "mixed": pallas_kernels.depth_attention(
-                queries[0], sources, implementation=implementation
-            )
-        },
-        functools.partial(_partial_inputs, size._replace(S=1), tokens, (D,), dtype),
-        4 * N * tokens[0] * tokens[1] * D,
-        reference=lambda queries, sources: {
-            "mixed": _partial_plainly(queries[:1], sources)["mixed"][0]
-        },
-    )
-
-
-def partial(
-    size: Depth, tokens: Tokens, matrix: Tokens | None = None, dtype: str = "bfloat16"
-) -> DeviceCase:
-    """Return a test case for depth attention of several sites at once, over the same sources.
-
-    The sources are vectors, or K x V matrices if `matrix` gives K and V.
-    """
-
-    def function(implementation, queries, sources):
-        mixed, log_sums = pallas_kernels.depth_attention_partial(
-            queries, sources, implementation=implementation
-        )
-        return {"mixed": mixed, "log_sums": log_sums}
-
-    return DeviceCase(
-        "depth_attention_matrices_partial" if matrix else "depth_attention_partial",
-        _depth_words(size, tokens, matrix, dtype),
-        function,
-        functools.partial(_partial_inputs, size, tokens, matrix or (size.D,), dtype),
-        4 * size.S * size.N * tokens[0] * tokens[1] * size.D,
-        reference=_partial_plainly,
-    )
-
-
-def merge(
-    size: Depth, tokens: Tokens, matrix: Tokens | None = None, dtype: str = "bfloat16"
-) -> DeviceCase:
-    """Return a test case that adds one more source to the depth attention of a site.
-
-    A partial result covers the earlier sources, and the merged site is its last one.
-
-    If the residual is a vector, the merge also normalizes its result.
-    """
-
-    def function(implementation, mixed, log_sums, current, query, norm_gain=None):
-        mixed, current, z = pallas_kernels.depth_attention_merge(
-            mixed,
-            log_sums,
-            len(mixed) - 1,
-            current,
-            query,
-            norm_gain,
-            norm=None if norm_gain is None else "layernorm",
-            implementation=implementation,
-        )
-        return {"mixed": mixed, "current": current, "z": z}
-
-    return DeviceCase(
-        "depth_attention_matrices_merge" if matrix else "depth_attention_merge",
-        _depth_words(size, tokens, matrix, dtype),
-        function,
-        functools.partial(_merge_inputs, size, tokens, matrix or (size.D,), dtype),
-        15 * tokens[0] * tokens[1] * size.D,
-        reference=_merge_plainly,
-    )
-
-
-def merge_read(size: Depth, tokens: Tokens, matrix: Tokens, dtype: str = "bfloat16") -> DeviceCase:
-    """Return a test case for a kernel that merges matrices, norms the result and reads it."""
-
-    def function(implementation, mixed, log_sums, current, **arrays):
-        mixed, current, z = pallas_kernels.depth_attention_merge_read(
-            mixed, log_sums, len(mixed) - 1, current, **arrays, implementation=implementation
-        )
-        return {"mixed": mixed, "current": current, "z": z}
-
-    def inputs():
-        arrays = _merge_inputs(size, tokens, matrix, dtype)
-        arrays["norm_gain"] = 1 + normal(16, "float32", *matrix, scale=0.1)
-        keys = normal(17, "float32", _READ, matrix[0], scale=matrix[0] ** -0.5)
-        return arrays | {"read_keys": keys}
-
-    flops = (15 + 2 * _READ) * tokens[0] * tokens[1] * size.D
-    words = _depth_words(size, tokens, matrix, dtype)
-    return DeviceCase("depth_attention_merge_read", words, function, inputs, flops)
-
-
-def merge_at(size: Depth, batch: int, dtype: str = "bfloat16") -> DeviceCase:
-    """Return a test case for `depth_attention_merge_at` with one layer of two.
-
-    The op merges a site's depth attention with one more source, for one token per row.
-
-    The kernels have no gradients.
-    """
-    tokens = (batch, 1)
-
-    def inputs():
-        arrays = _merge_inputs(size, tokens, (size.D,), dtype)
-        parameters_of_layer = jnp.stack([arrays.pop("query"), arrays.pop("norm_gain")])
-        arrays["log_sums"] = jnp.stack([arrays["log_sums"]] * size.S)
-        return arrays | {
-            "parameters": jnp.stack([jnp.zeros_like(parameters_of_layer), parameters_of_layer])
-        }
-
-    def function(implementation, parameters, mixed, log_sums, current):
-        z = pallas_kernels.depth_attention_merge_at(
-            1,
-            parameters,
-            mixed,
-            log_sums,
-            len(mixed) - 1,
-            current,
-            implementation=implementation,
-        )
-        return {"z": z}
-
-    words = _depth_words(size, tokens, None, dtype)
-    flops = 15 * batch * size.D
-    return DeviceCase("depth_attention_merge_at", words, function, inputs, flops, gradients=False)
-
-
-def _depth_words(size: Depth, tokens: Tokens, matrix: Tokens | None, dtype: str) -> str:
-    S, N, D = size
-    sizes = {"K": matrix[0], "V": matrix[1]} if matrix else {"D": D}
-    return in_words(tokens, dtype, S=S, N=N, **sizes)
-
-
-def _partial_inputs(size: Depth, tokens: Tokens, entries, dtype: str) -> Arrays:
-    return {
-        "queries": normal(10, "float32", size.S, *entries, scale=0.1),
-        "sources": normal(11, dtype, size.N, *tokens, *entries),
-    }
-
-
-def _partial_plainly(queries, sources) -> Arrays:
-    S, (N, B, T, *entries) = len(queries), sources.shape
-    operands = Partial(queries.reshape(S, -1), sources.reshape(N, B * T, -1), N, None)
-    mixed, log_sums = depth_reference.partial(operands, epsilon=EPSILON)
-    return {
-        "mixed": mixed.reshape(S, B, T, *entries),
-        "log_sums": log_sums.reshape(S, B, T),
-    }
-
-
-def _merge_inputs(size: Depth, tokens: Tokens, entries, dtype: str) -> Arrays:
-    inputs = {
-        "mixed": normal(12, dtype, size.S, *tokens, *entries),
-        "log_sums": normal(13, "float32", *tokens),
-        "current": normal(14, dtype, *tokens, *entries),
-        "query": normal(15, "float32", *entries, scale=0.1),
-    }
-    if len(entries) > 1:
-        return inputs
-    return inputs | {"norm_gain": 1 + normal(16, "float32", *entries, scale=0.1)}
-
-
-def _merge_plainly(mixed, log_sums, current, query, norm_gain=None) -> Arrays:
-    S, tokens = len(mixed), log_sums.size
-    flat = mixed.reshape(S, tokens, -1), log_sums.reshape(-1), S - 1, current.reshape(tokens, -1)
-    norm = None if norm_gain is None else "layernorm"
-    z = depth_reference.merge(
-        Merge(query.reshape(-1), *flat, True, norm_gain),
-        norm=norm,
-        epsilon=EPSILON,
-        norm_epsilon=EPSILON,
-    )
-    # No later site reads this site's row of `mixed`, so the op ignores the row's gradient.
-    mixed = mixed.at[-1].set(jax.lax.stop_gradient(mixed[-1]))
-    return {"mixed": mixed, "current": current, "z": z.reshape(current.shape)}

@@ -8,6 +8,7 @@ import pallas_kernels
 from pallas_kernels.platform import collecting_calls
 from pallas_kernels.shapes import Depth, Heads, KeyVector
 from pallas_kernels.target import lowering_for
+from rmt_tpu.analysis import device_cases_depth as depth
 from rmt_tpu.analysis import device_cases_layers as layers
 from rmt_tpu.analysis import device_cases_residual as residual
 from rmt_tpu.analysis import device_check
@@ -24,11 +25,16 @@ CASES = {
         residual.undo_and_reread(SITE._replace(R=1), TOKENS),
     ],
     "depth_attention": [
-        residual.partial(Depth(2, 3, 128), (1, 256)),
-        residual.merge(Depth(2, 1, 128), (1, 256)),
+        depth.partial(Depth(2, 3, 128), (1, 256)),
+        depth.partial(Depth(2, 3, 128), (1, 256), prior=True),
+        depth.partial_backward(Depth(2, 3, 128), (1, 256)),
+        depth.merge(Depth(2, 1, 128), (1, 256)),
     ],
-    "depth_attention_matrices": [residual.partial(Depth(2, 3, 512), TOKENS, (16, 32))],
-    "merge_read": [residual.merge_read(Depth(2, 1, 512), TOKENS, (16, 32))],
+    "depth_attention_matrices": [
+        depth.partial(Depth(2, 3, 512), TOKENS, (16, 32)),
+        depth.partial_backward(Depth(2, 3, 512), TOKENS, (16, 32), "float32"),
+    ],
+    "merge_read": [depth.merge_read(Depth(2, 1, 512), TOKENS, (16, 32))],
     "causal_attention": [
         layers.attention(Heads(4, 64), TOKENS, alibi=True),
         layers.attention(Heads(4, 64), TOKENS, kv_heads=2, segments=False, order="head_major"),

@@ -10,6 +10,7 @@ import pytest
 from pallas_kernels.platform import Implementations, collecting_calls
 from pallas_kernels.shapes import Depth, Heads, KeyVector
 from pallas_kernels.target import lowering_for
+from rmt_tpu.analysis import device_cases_depth as depth
 from rmt_tpu.analysis import device_cases_layers as layers
 from rmt_tpu.analysis import device_cases_residual as residual
 from rmt_tpu.analysis import device_check
@@ -199,7 +200,7 @@ H100 = "NVIDIA H100 80GB HBM3"
 GPU_CASES = {
     "causal_attention": (layers.attention(Heads(2, 64), (1, 128)), True),
     "key_vector": (residual.site(KeyVector(16, 16, 2, 3), (1, 128)), False),
-    "depth_attention": (residual.depth_attention(Depth(1, 3, 128), (1, 128)), False),
+    "depth_attention": (depth.depth_attention(Depth(1, 3, 128), (1, 128)), False),
 }
 
 
