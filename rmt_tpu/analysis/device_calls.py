@@ -92,10 +92,14 @@ def _depth(call: TracedCall) -> Iterator[DeviceCase]:
         elif operands.prior is not None:
             make = functools.partial(depth.partial, prior=True)
     else:
-        operands = operands.merge if call.name == "merge_read" else operands
+        make = depth.merge
+        if call.name == "merge_read":
+            make = functools.partial(depth.merge_read, reads=operands.read_keys.shape[0])
+            operands = operands.merge
+        if call.options["norm"] is not None:
+            make = functools.partial(make, norm=call.options["norm"])
         S, *entries = operands.mixed.shape[:1] + operands.query.shape
         N, tokens = 1, operands.current.shape[: -len(entries)]
-        make = depth.merge_read if call.name == "merge_read" else depth.merge
         dtype = operands.current.dtype
     matrix = tuple(entries) if len(entries) > 1 else None
     size = Depth(S, N, math.prod(entries))

@@ -34,6 +34,8 @@ def _key_vector(scale: Scale) -> Iterator[DeviceCase]:
         yield residual.undo(size, tokens)
         yield residual.undo_and_reread(size, tokens)
         yield residual.site_at(size, tokens[0])
+    yield residual.site(*sites[1], norm="rmsnorm")
+    yield residual.undo(*sites[1], norm="rmsnorm")
 
 
 def _depth(scale: Scale) -> Iterator[DeviceCase]:
@@ -53,12 +55,14 @@ def _depth(scale: Scale) -> Iterator[DeviceCase]:
         yield depth.merge_at(size, tokens[0])
     yield depth.partial_backward(*vectors[0])
     yield depth.partial(*vectors[1], prior=True)
+    yield depth.merge(*vectors[1], norm="rmsnorm")
     for size, tokens, matrix in matrices:
         yield depth.partial(size, tokens, matrix)
         yield depth.merge(size, tokens, matrix)
         yield depth.merge_read(size, tokens, matrix)
     yield depth.partial_backward(*matrices[1])
     yield depth.partial(*matrices[0], prior=True)
+    yield depth.merge_read(*matrices[1], norm="rmsnorm")
 
 
 def _attention(scale: Scale) -> Iterator[DeviceCase]:

@@ -10,15 +10,13 @@ import jax
 import jax.numpy as jnp
 
 import pallas_kernels
+from pallas_kernels.arguments import Norm
 from pallas_kernels.depth_attention import reference as depth_reference
 from pallas_kernels.depth_attention.interface import Merge, Partial
 from pallas_kernels.shapes import Depth
 from rmt_tpu.analysis.device_case import EPSILON, Arrays, DeviceCase, in_words, normal
 
 Tokens = tuple[int, int]
-
-# The number of vectors that a merge with a read retrieves.
-_READ = 12
 
 
 def depth_attention(size: Depth, tokens: Tokens, dtype: str = "bfloat16") -> DeviceCase:
@@ -122,13 +120,18 @@ def partial_backward(
 
 
 def merge(
-    size: Depth, tokens: Tokens, matrix: Tokens | None = None, dtype: str = "bfloat16"
+    size: Depth,
+    tokens: Tokens,
+    matrix: Tokens | None = None,
+    dtype: str = "bfloat16",
+    norm: Norm = "layernorm",
 ) -> DeviceCase:
     """Return a test case that adds one more source to the depth attention of a site.
 
     A partial result covers the earlier sources, and the merged site is its last one.
 
-    If the residual is a vector, the merge also normalizes its result.
+    If the residual is a vector, the merge also normalizes its result. For a matrix, `norm` is
+    ignored.
     """
 
     def function(implementation, mixed, log_sums, current, query, norm_gain=None):
@@ -139,38 +142,50 @@ def merge(
             current,
             query,
             norm_gain,
-            norm=None if norm_gain is None else "layernorm",
+            norm=None if matrix else norm,
             implementation=implementation,
         )
         return {"mixed": mixed, "current": current, "z": z}
 
     return DeviceCase(
         "depth_attention_matrices_merge" if matrix else "depth_attention_merge",
-        _depth_words(size, tokens, matrix, dtype),
+        _depth_words(size, tokens, matrix, dtype) + ("" if matrix else f" {norm}"),
         function,
         functools.partial(_merge_inputs, size, tokens, matrix or (size.D,), dtype),
         15 * tokens[0] * tokens[1] * size.D,
-        reference=_merge_plainly,
+        reference=functools.partial(_merge_plainly, None if matrix else norm),
     )
 
 
-def merge_read(size: Depth, tokens: Tokens, matrix: Tokens, dtype: str = "bfloat16") -> DeviceCase:
-    """Return a test case for a kernel that merges matrices, norms the result and reads it."""
+def merge_read(
+    size: Depth,
+    tokens: Tokens,
+    matrix: Tokens,
+    dtype: str = "bfloat16",
+    norm: Norm = "layernorm",
+    *,
+    reads: int = 12,
+) -> DeviceCase:
+    """Return a test case for a kernel that merges matrices, norms the result and reads it.
+
+    It retrieves `reads` vectors.
+    """
 
     def function(implementation, mixed, log_sums, current, **arrays):
+        options = {"norm": norm, "implementation": implementation}
         mixed, current, z = pallas_kernels.depth_attention_merge_read(
-            mixed, log_sums, len(mixed) - 1, current, **arrays, implementation=implementation
+            mixed, log_sums, len(mixed) - 1, current, **arrays, **options
         )
         return {"mixed": mixed, "current": current, "z": z}
 
     def inputs():
         arrays = _merge_inputs(size, tokens, matrix, dtype)
         arrays["norm_gain"] = 1 + normal(16, "float32", *matrix, scale=0.1)
-        keys = normal(17, "float32", _READ, matrix[0], scale=matrix[0] ** -0.5)
+        keys = normal(17, "float32", reads, matrix[0], scale=matrix[0] ** -0.5)
         return arrays | {"read_keys": keys}
 
-    flops = (15 + 2 * _READ) * tokens[0] * tokens[1] * size.D
-    words = _depth_words(size, tokens, matrix, dtype)
+    flops = (15 + 2 * reads) * tokens[0] * tokens[1] * size.D
+    words = f"{_depth_words(size, tokens, matrix, dtype)} P={reads} {norm}"
     return DeviceCase("depth_attention_merge_read", words, function, inputs, flops)
 
 
@@ -203,7 +218,7 @@ def merge_at(size: Depth, batch: int, dtype: str = "bfloat16") -> DeviceCase:
         )
         return {"z": z}
 
-    words = _depth_words(size, tokens, None, dtype)
+    words = _depth_words(size, tokens, None, dtype) + " layernorm"
     flops = 15 * batch * size.D
     return DeviceCase("depth_attention_merge_at", words, function, inputs, flops, gradients=False)
 
@@ -259,10 +274,9 @@ def _merge_inputs(size: Depth, tokens: Tokens, entries, dtype: str) -> Arrays:
     return inputs | {"norm_gain": 1 + normal(16, "float32", *entries, scale=0.1)}
 
 
-def _merge_plainly(mixed, log_sums, current, query, norm_gain=None) -> Arrays:
+def _merge_plainly(norm, mixed, log_sums, current, query, norm_gain=None) -> Arrays:
     S, tokens = len(mixed), log_sums.size
     flat = mixed.reshape(S, tokens, -1), log_sums.reshape(-1), S - 1, current.reshape(tokens, -1)
-    norm = None if norm_gain is None else "layernorm"
     z = depth_reference.merge(
         Merge(query.reshape(-1), *flat, True, norm_gain),
         norm=norm,

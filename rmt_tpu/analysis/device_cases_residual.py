@@ -38,7 +38,7 @@ def site(
 
     flops = (size.R + size.P) * _flops_per_vector(size, tokens)
     inputs = functools.partial(_site_inputs, size, tokens, dtype)
-    words = _site_words(size, tokens, dtype)
+    words = _site_words(size, tokens, dtype, norm)
     return DeviceCase(
         "store_norm_retrieve",
         words,
@@ -55,7 +55,7 @@ def store(size: KeyVector, tokens: Tokens, dtype: str = "bfloat16") -> DeviceCas
     all_inputs = functools.partial(_site_inputs, size, tokens, dtype)
     return DeviceCase(
         "store",
-        _site_words(size, tokens, dtype),
+        _site_words(size, tokens, dtype, None),
         lambda implementation, **arrays: {
             "stored": pallas_kernels.store(**arrays, implementation=implementation)
         },
@@ -73,7 +73,7 @@ def norm_retrieve(
     all_inputs = functools.partial(_site_inputs, size, tokens, dtype)
     return DeviceCase(
         "norm_retrieve",
-        _site_words(size, tokens, dtype),
+        _site_words(size, tokens, dtype, norm),
         lambda implementation, **arrays: {
             "retrieved": pallas_kernels.norm_retrieve(
                 **arrays, **options, implementation=implementation
@@ -115,7 +115,7 @@ def undo(
     K, V, R, P = size
     return DeviceCase(
         "undo",
-        _site_words(size, tokens, dtype),
+        _site_words(size, tokens, dtype, norm),
         function,
         functools.partial(_undo_inputs, size, tokens, dtype),
         3 * (R + P) * _flops_per_vector(size, tokens),
@@ -161,7 +161,7 @@ def undo_and_reread(
 
     return DeviceCase(
         "norm_retrieve_again",
-        _site_words(size, tokens, dtype),
+        _site_words(size, tokens, dtype, norm),
         function,
         functools.partial(_undo_inputs, size, tokens, dtype),
         (3 * size.R + 6 * size.P) * _flops_per_vector(size, tokens),
@@ -190,7 +190,7 @@ def site_at(size: KeyVector, batch: int, dtype: str = "bfloat16") -> DeviceCase:
         return {"stored": stored, "retrieved": retrieved}
 
     flops = (size.R + size.P) * _flops_per_vector(size, tokens)
-    words = _site_words(size, tokens, dtype)
+    words = _site_words(size, tokens, dtype, "layernorm")
     return DeviceCase(
         "store_norm_retrieve_at",
         words,
@@ -206,8 +206,9 @@ def _flops_per_vector(size: KeyVector, tokens: Tokens) -> int:
     return 2 * tokens[0] * tokens[1] * size.K * size.V
 
 
-def _site_words(size: KeyVector, tokens: Tokens, dtype: str) -> str:
-    return in_words(tokens, dtype, **size._asdict())
+def _site_words(size: KeyVector, tokens: Tokens, dtype: str, norm: Norm | None) -> str:
+    # The words identify the record of a check, so they name everything that a kernel depends on.
+    return in_words(tokens, dtype, **size._asdict()) + (f" {norm}" if norm else "")
 
 
 def _site_inputs(size: KeyVector, tokens: Tokens, dtype: str) -> Arrays:

@@ -1,5 +1,7 @@
 """The calls of a program become cases of its shapes and dtypes, up to a number of tokens."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -29,12 +31,13 @@ CASES = {
         depth.partial(Depth(2, 3, 128), (1, 256), prior=True),
         depth.partial_backward(Depth(2, 3, 128), (1, 256)),
         depth.merge(Depth(2, 1, 128), (1, 256)),
+        depth.merge(Depth(2, 1, 128), (1, 256), norm="rmsnorm"),
     ],
     "depth_attention_matrices": [
         depth.partial(Depth(2, 3, 512), TOKENS, (16, 32)),
         depth.partial_backward(Depth(2, 3, 512), TOKENS, (16, 32), "float32"),
     ],
-    "merge_read": [depth.merge_read(Depth(2, 1, 512), TOKENS, (16, 32))],
+    "merge_read": [depth.merge_read(Depth(2, 1, 512), TOKENS, (16, 32), norm="rmsnorm", reads=4)],
     "causal_attention": [
         layers.attention(Heads(4, 64), TOKENS, alibi=True),
         layers.attention(Heads(4, 64), TOKENS, kv_heads=2, segments=False, order="head_major"),
@@ -69,6 +72,22 @@ def test_a_call_becomes_the_case_that_it_is_of(name, case):
     found = {(other.op, other.size): other for other in cases_of(calls, "tpu")[name]}
     assert jax.eval_shape(found[case.op, case.size].inputs) == jax.eval_shape(case.inputs)
     assert not cases_of(calls, "rocm")
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        functools.partial(residual.site, SITE, TOKENS),
+        functools.partial(residual.norm_retrieve, SITE, TOKENS),
+        functools.partial(residual.undo, SITE, TOKENS),
+        functools.partial(residual.undo_and_reread, SITE, TOKENS),
+        functools.partial(depth.merge, Depth(2, 1, 128), TOKENS),
+        functools.partial(depth.merge_read, Depth(2, 1, 512), TOKENS, (16, 32)),
+    ],
+    ids=lambda make: make.func.__name__,
+)
+def test_a_norm_has_a_record_of_its_own(make):
+    assert make(norm="layernorm").size != make(norm="rmsnorm").size
 
 
 @pytest.mark.slow
