@@ -13,6 +13,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from pallas_kernels.causal_attention.interface import AttentionOperands, PartOperands
+from pallas_kernels.key_vector.interface import FRACTION_BITS, SiteOperands
 from pallas_kernels.platform import TracedCall
 from pallas_kernels.shapes import Depth, Heads, KeyVector
 from rmt_tpu.analysis import device_cases_depth as depth
@@ -52,33 +53,47 @@ def _capped(tokens: tuple[int, ...], most: int = _TOKENS) -> tuple[int, int]:
 
 
 def _key_vector(call: TracedCall) -> Iterator[DeviceCase]:
-    operands = call.args[0]
-    site = operands.site if call.op == "backward" else operands
-    d_residual = operands.d_residual if call.op == "backward" else None
-    matrix = next(x for x in (site.residual, d_residual) if x is not None)
+    operands, backward = call.args[0], call.op == "backward"
+    site = operands.site if backward else operands
+    matrix = operands.d_residual if site.residual is None else site.residual
     *tokens, K, V = matrix.shape
+    tokens = _capped(tuple(tokens))
     R = 0 if site.store_keys is None else site.store_keys.shape[0]
     P = 0 if site.read_keys is None else site.read_keys.shape[0]
-    narrow = site.data if site.data is not None else matrix
-    dtype = str(call.options.get("dtype") or narrow.dtype)
-    if dtype == "int16":
-        dtype = "bfloat16"
-    norm = {"norm": call.options["norm"]} if P and call.options.get("norm") else {}
-    tokens = _capped(tuple(tokens))
-    if matrix.dtype == jnp.int16 or call.options.get("rebuild"):
-        # A call that writes is tested as an `undo`, and a call that only reads as an
-        # `undo_and_reread`. Both cases need a write and a read. A missing one is added, with a
+    dtype = str(_vectors_dtype(call, site))
+    options: dict[str, Any] = {"residual_dtype": str(matrix.dtype)}
+    if P and call.options.get("norm"):
+        options["norm"] = call.options["norm"]
+    again = operands.again if backward else None
+    # The operands of `forward` after the site are the statistics and `empty`.
+    statistics, empty = (None, None) if backward else (*call.args[1:], None, None)[:2]
+    if matrix.dtype == jnp.int16 or call.options.get("rebuild") or statistics is not None:
+        # A call that writes is tested as an `undo`, and a call that only reads, or reads again, as
+        # an `undo_and_reread`. Both cases need a write and a read. A missing one is added, with a
         # single vector.
-        make = residual.undo if R else residual.undo_and_reread
-        yield make(KeyVector(K, V, R or 1, P or 1), tokens, dtype, **norm)
+        options["fraction_bits"] = call.options.get("fraction_bits", FRACTION_BITS)
+        make = residual.undo
+        if again is not None or not R:
+            reads = None if again is None else again.read_keys.shape[0]
+            make = functools.partial(residual.undo_and_reread, again=reads)
+        yield make(KeyVector(K, V, R or 1, P or 1), tokens, dtype, **options)
         return
-    size = KeyVector(K, V, R, P)
     if R and P:
-        yield residual.site(size, tokens, dtype, **norm)
+        make = residual.site
     elif R:
-        yield residual.store(size, tokens, dtype)
+        make = residual.store_forward if empty is not None else residual.store
     else:
-        yield residual.norm_retrieve(size, tokens, dtype, **norm)
+        make = residual.norm_retrieve
+    yield make(KeyVector(K, V, R, P), tokens, dtype, **options)
+
+
+def _vectors_dtype(call: TracedCall, site: SiteOperands) -> jnp.dtype:
+    """Return the dtype of the vectors that a key-vector op writes or retrieves."""
+    if site.data is not None:
+        return site.data.dtype
+    if call.op == "backward":
+        return call.args[0].d_retrieved.dtype
+    return jnp.dtype(call.options.get("dtype") or site.residual.dtype)
 
 
 def _depth(call: TracedCall) -> Iterator[DeviceCase]:
@@ -92,15 +107,19 @@ def _depth(call: TracedCall) -> Iterator[DeviceCase]:
         elif operands.prior is not None:
             make = functools.partial(depth.partial, prior=True)
     else:
-        make = depth.merge
+        make, dtype = depth.merge, None
         if call.name == "merge_read":
-            make = functools.partial(depth.merge_read, reads=operands.read_keys.shape[0])
-            operands = operands.merge
+            reads, operands = operands.read_keys.shape[0], operands.merge
+            make = functools.partial(
+                depth.merge_read, reads=reads, residual_dtype=str(operands.current.dtype)
+            )
+            backward = call.op == "merge_read_backward"
+            dtype = call.args[2].z.dtype if backward else call.options["dtype"]
         if call.options["norm"] is not None:
             make = functools.partial(make, norm=call.options["norm"])
         S, *entries = operands.mixed.shape[:1] + operands.query.shape
         N, tokens = 1, operands.current.shape[: -len(entries)]
-        dtype = operands.current.dtype
+        dtype = dtype or operands.current.dtype
     matrix = tuple(entries) if len(entries) > 1 else None
     size = Depth(S, N, math.prod(entries))
     # Use fewer tokens, because each token has an entry for each of the S sites or N sources.

@@ -30,6 +30,8 @@ class DeviceCase:
       exact: maps each result that must equal an input bit for bit to the name of that input.
       wide: the names of results that are computed in float32 throughout, even if inputs are
         narrower.
+      narrow: whether some results are narrower than float32 although all inputs are float32, so
+        that the bounds of narrow inputs hold.
       cancels: the names of results in which the terms of a row may cancel. Such a row consists only
         of rounding errors.
     """
@@ -43,6 +45,7 @@ class DeviceCase:
     reference: Callable[..., Arrays] | None = None
     exact: Mapping[str, str] = dataclasses.field(default_factory=dict)
     wide: frozenset[str] = frozenset()
+    narrow: bool = False
     cancels: frozenset[str] = frozenset()
 
 

@@ -36,6 +36,10 @@ def _key_vector(scale: Scale) -> Iterator[DeviceCase]:
         yield residual.site_at(size, tokens[0])
     yield residual.site(*sites[1], norm="rmsnorm")
     yield residual.undo(*sites[1], norm="rmsnorm")
+    yield residual.undo(*sites[1], residual_dtype="float32")
+    yield residual.undo_and_reread(*sites[1], fraction_bits=7, again=1)
+    yield residual.store_forward(*sites[0])
+    yield residual.norm_retrieve(*sites[1], residual_dtype="float32")
 
 
 def _depth(scale: Scale) -> Iterator[DeviceCase]:

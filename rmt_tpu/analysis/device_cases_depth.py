@@ -165,28 +165,41 @@ def merge_read(
     norm: Norm = "layernorm",
     *,
     reads: int = 12,
+    residual_dtype: str | None = None,
 ) -> DeviceCase:
     """Return a test case for a kernel that merges matrices, norms the result and reads it.
 
-    It retrieves `reads` vectors.
+    It retrieves `reads` vectors in `dtype`. The matrices have the dtype `residual_dtype`; None
+    means the same.
     """
+    of_matrices = residual_dtype or dtype
 
-    def function(implementation, mixed, log_sums, current, **arrays):
-        options = {"norm": norm, "implementation": implementation}
+    def run(read_dtype, implementation, mixed, log_sums, current, **arrays):
+        options = {"norm": norm, "dtype": read_dtype, "implementation": implementation}
         mixed, current, z = pallas_kernels.depth_attention_merge_read(
             mixed, log_sums, len(mixed) - 1, current, **arrays, **options
         )
         return {"mixed": mixed, "current": current, "z": z}
 
     def inputs():
-        arrays = _merge_inputs(size, tokens, matrix, dtype)
+        arrays = _merge_inputs(size, tokens, matrix, of_matrices)
         arrays["norm_gain"] = 1 + normal(16, "float32", *matrix, scale=0.1)
         keys = normal(17, "float32", reads, matrix[0], scale=matrix[0] ** -0.5)
         return arrays | {"read_keys": keys}
 
     flops = (15 + 2 * reads) * tokens[0] * tokens[1] * size.D
     words = f"{_depth_words(size, tokens, matrix, dtype)} P={reads} {norm}"
-    return DeviceCase("depth_attention_merge_read", words, function, inputs, flops)
+    words += "" if of_matrices == dtype else f" residual {of_matrices}"
+    return DeviceCase(
+        "depth_attention_merge_read",
+        words,
+        functools.partial(run, dtype),
+        inputs,
+        flops,
+        # The reference has float32 inputs, and reads in their dtype.
+        reference=functools.partial(run, None, "xla"),
+        narrow=dtype != "float32",
+    )
 
 
 def merge_at(size: Depth, batch: int, dtype: str = "bfloat16") -> DeviceCase:

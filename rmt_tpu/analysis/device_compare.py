@@ -69,23 +69,28 @@ def compare(
             bounds[name] = 0.0
             continue
         found = error(x, want[name], cancels=name in case.cancels)
-        limit = bound(inputs, wide=name in case.wide)
+        limit = bound(inputs, wide=name in case.wide, narrow=case.narrow)
         differences |= {name: found.largest, name + MEAN: found.mean}
         bounds |= {name: limit.largest, name + MEAN: limit.mean}
     return differences, bounds
 
 
-def bound(inputs: Mapping[str, Any], *, wide: bool = False) -> RelativeError:
+def bound(inputs: Mapping[str, Any], *, wide: bool = False, narrow: bool = False) -> RelativeError:
     """Return the bound on the error of results that are computed from `inputs`.
 
-    With `wide`, all intermediate values are float32, whatever the dtype of the inputs.
+    With `wide`, all intermediate values are float32, whatever the dtype of the inputs. With
+    `narrow`, some are not, even if all inputs are float32, because a result is narrower.
     """
-    if not wide and any(x.dtype in (jnp.bfloat16, jnp.float16) for x in inputs.values()):
+    if not wide and (narrow or any(map(_is_narrow, inputs.values()))):
         return RelativeError(_OF_ROW * _NARROW, _OF_MEAN * _NARROW)
     # A sum goes over all axes but the last, or over a single axis. This is its maximum length.
     length = max(max(x.size // max(x.shape[-1], 1), *x.shape) for x in inputs.values() if x.ndim)
     limit = 32 * math.sqrt(max(length, 1)) * _WIDE
     return RelativeError(limit, limit / 2)
+
+
+def _is_narrow(x: Any) -> bool:
+    return x.dtype in (jnp.bfloat16, jnp.float16)
 
 
 def error(got: Any, want: Any, *, cancels: bool = False) -> RelativeError:

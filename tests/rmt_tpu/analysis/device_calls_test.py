@@ -25,6 +25,14 @@ CASES = {
         residual.norm_retrieve(SITE._replace(R=0), TOKENS),
         residual.undo(SITE, TOKENS),
         residual.undo_and_reread(SITE._replace(R=1), TOKENS),
+        residual.undo_and_reread(SITE, TOKENS, again=5, fraction_bits=7),
+        residual.undo(SITE, TOKENS, fraction_bits=12),
+        residual.undo(SITE, TOKENS, residual_dtype="float32"),
+        residual.undo_and_reread(SITE, TOKENS, residual_dtype="float32"),
+        residual.site(SITE, TOKENS, residual_dtype="float32"),
+        residual.store(SITE._replace(P=0), TOKENS, residual_dtype="float32"),
+        residual.store_forward(SITE._replace(P=0), TOKENS),
+        residual.norm_retrieve(SITE._replace(R=0), TOKENS, residual_dtype="float32"),
     ],
     "depth_attention": [
         depth.partial(Depth(2, 3, 128), (1, 256)),
@@ -37,7 +45,10 @@ CASES = {
         depth.partial(Depth(2, 3, 512), TOKENS, (16, 32)),
         depth.partial_backward(Depth(2, 3, 512), TOKENS, (16, 32), "float32"),
     ],
-    "merge_read": [depth.merge_read(Depth(2, 1, 512), TOKENS, (16, 32), norm="rmsnorm", reads=4)],
+    "merge_read": [
+        depth.merge_read(Depth(2, 1, 512), TOKENS, (16, 32), norm="rmsnorm", reads=4),
+        depth.merge_read(Depth(2, 1, 512), TOKENS, (16, 32), residual_dtype="float32"),
+    ],
     "causal_attention": [
         layers.attention(Heads(4, 64), TOKENS, alibi=True),
         layers.attention(Heads(4, 64), TOKENS, kv_heads=2, segments=False, order="head_major"),

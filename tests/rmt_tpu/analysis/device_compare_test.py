@@ -91,6 +91,7 @@ def test_bounds_are_those_of_the_dtype_and_of_the_sum():
     wide = {"x": jnp.zeros((400, 16), "float32")}
     assert bound(narrow) == (6 * 2.0**-8, 2.0**-7)
     assert bound(narrow, wide=True).largest < 2.0**-12
+    assert bound(wide, narrow=True) == bound(narrow)
     assert bound(wide).largest == 32 * 20 * 2.0**-24 == 2 * bound(wide).mean
 
 
