@@ -11,6 +11,7 @@ import pytest
 
 from rmt_tpu.analysis import device_check, device_compare
 from rmt_tpu.analysis.device_cases import cases
+from tests import cli
 
 SMALL = cases("small")
 FORWARD, GRADIENT, STEP, EDGE = 1, 2, 3, 4
@@ -154,3 +155,8 @@ def test_table_and_record():
     assert values["rows"][1]["differences"] == {"z": None, "y": 0.0}
     assert values["rows"][1]["wrong"] == ["z"] and values["rows"][0]["ok"]
     assert values["device_kind"] == "cpu" and values["jax"] == jax.__version__
+
+
+def test_the_guide_has_the_number_of_cases():
+    guide = (cli.ROOT / "docs" / "hardware.md").read_text()
+    assert f"It has {len(SMALL)} now" in guide
