@@ -3,7 +3,7 @@
 The module `pallas_kernels.tuned` defines the tables.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from pallas_kernels import tuned
 from rmt_tpu.distributed.rendezvous import Tables
@@ -47,6 +47,24 @@ def add(location: str, entries: Sequence[tuned.Entry]) -> tuned.Table:
       UsageError: the location is illegal.
       RunError: the file cannot be written, or contains something other than a table.
     """
+    return _rewritten(location, lambda table: table.merged(entries))
+
+
+def remove(location: str, entry: tuned.Entry) -> tuned.Table:
+    """Remove the entry that has the identity of `entry` from the table in a file, if there is one.
+
+    Returns:
+      The table without the entry.
+
+    Raises:
+      UsageError: the location is illegal.
+      RunError: the file cannot be written, or contains something other than a table.
+    """
+    return _rewritten(location, lambda table: table.without(entry))
+
+
+def _rewritten(location: str, change: Callable[[tuned.Table], tuned.Table]) -> tuned.Table:
+    """Write the changed table to its file, and return it; an unchanged table is not written."""
     folder, name = open_parent(location)
     for _ in range(_TRIES):
         file = folder.read(name)
@@ -55,7 +73,9 @@ def add(location: str, entries: Sequence[tuned.Entry]) -> tuned.Table:
             raise RunError(
                 f"{existing.faults[0]}; the file is not overwritten: correct it, or move it away"
             )
-        table = existing.merged(entries)
+        table = change(existing)
+        if table == existing:
+            return table
         data = table.text().encode()
         if file is None:
             succeeded = folder.create(name, data)

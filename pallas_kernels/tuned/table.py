@@ -115,6 +115,11 @@ class Table:
         of = {e.identity: e for e in (*self.entries, *entries)}
         return dataclasses.replace(self, entries=tuple(sorted(of.values(), key=_order)))
 
+    def without(self, entry: Entry) -> "Table":
+        """Return the table without the entry that has the identity of `entry`, if there is one."""
+        kept = tuple(e for e in self.entries if e.identity != entry.identity)
+        return dataclasses.replace(self, entries=kept)
+
     def text(self) -> str:
         """Return the table as the content of a JSON file."""
         lines = ",\n".join(

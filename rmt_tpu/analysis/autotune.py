@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import rmt_tpu
 from pallas_kernels import tuned
+from pallas_kernels.target import lowering_for
 from rmt_tpu import kernel_tables
 from rmt_tpu.errors import RunError, UsageError
 from rmt_tpu.estimator import versions
@@ -91,6 +92,7 @@ class Tuner:
         candidates = problem.candidates()
         known = self.log.known(problem)
         tried = set(known)
+        look = self._look_up(problem)
 
         def log(*trials: Trial) -> None:
             self.log.write(problem, *trials)
@@ -108,15 +110,45 @@ class Tuner:
             known=known,
             time=self.timer and (lambda chosen: self.timer(problem, chosen)),
             top=self.top,
+            used=look.chosen,
         )
+        return TuningOutcome(problem, result, self._recorded(problem, result, look))
+
+    def _recorded(
+        self, problem: Problem, result: SearchResult, look: tuned.Look
+    ) -> tuned.Entry | None:
+        """Write the result of a search to the table; return its entry, or None if it needs none.
+
+        The default block sizes need an entry if a table lists others. A table's measurement does
+        not give way to an estimate, unless it is in this table and `refresh` is set.
+        """
+        entry = _entry(problem, result)
+        if result.measured and not result.best.seconds:
+            # The default failed, so an earlier entry must not keep the kernel in use.
+            kernel_tables.remove(self.out, entry)
+            return None
         # A measured entry for a GPU also says whether the kernel is faster than plain JAX.
         measured_on_gpu = result.measured and problem.platform == "cuda"
         worth = result.best.blocks != result.default.blocks or measured_on_gpu
-        if not worth or (result.measured and not result.best.seconds):
-            return TuningOutcome(problem, result, None)
-        entry = _entry(problem, result)
+        if not worth and result.default.time is not None:
+            listed = look.chosen != result.default.blocks
+            replaceable = result.measured or look.source != "measured"
+            table = kernel_tables.read(self.out)
+            worth = (listed and replaceable) or table.without(entry) != table
+        if not worth:
+            return None
         kernel_tables.add(self.out, [entry])
-        return TuningOutcome(problem, result, entry)
+        return entry
+
+    def _look_up(self, problem: Problem) -> tuned.Look:
+        """Return the look-up of the block sizes that programs use with this table, so far."""
+        kernel, table = problem.tuned_kernel, kernel_tables.read(self.out)
+        # An entry of another version would cause the advice to run this search.
+        current = tuple(e for e in table.entries if e.kernel_version == kernel.version)
+        table = dataclasses.replace(table, entries=current)
+        with lowering_for(problem.device), tuned.tuned(table), tuned.collecting() as looks:
+            tuned.look_up(kernel, dict(problem.key), problem.tokens, problem.default())
+        return looks[0]
 
     def _table_entry(self, problem: Problem) -> tuned.Entry | None:
         """Return the table's entry for the current version of the problem's kernel, or None.

@@ -178,6 +178,7 @@ def search(
     known: Mapping[Blocks, Trial] | None = None,
     time: Callable[[Sequence[Blocks]], Mapping[Blocks | None, Timing]] | None = None,
     top: int = 5,
+    used: Blocks | None = None,
 ) -> SearchResult:
     """Compile candidates one by one, time the best on a device if there is one, and accept one.
 
@@ -188,7 +189,7 @@ def search(
       grows: the names of the block sizes that increase the need for on-chip memory.
       clock: a function that returns the current time in seconds.
       until: the time on that clock after which no further candidate is started. The first candidate
-        is always tried.
+        is always tried, and so is `used`.
       log: a function that is called with one or more trials when their outcomes are known. It is
         called again with trials that have been timed.
       known: trials of an earlier search, which are not repeated.
@@ -197,6 +198,8 @@ def search(
         the default block sizes fail, the dict has no other candidates, and the result is the
         default.
       top: the number of candidates to time in addition to the default.
+      used: the block sizes that programs use so far. If they are a candidate that compiles, they
+        are timed too, however slow their estimate is.
     """
     known, grows = known or {}, tuple(grows)
     # An earlier search may have ruled out candidates by an estimate. With a device, all of them are
@@ -212,6 +215,9 @@ def search(
             trials[blocks] = _tried(blocks, compile, fields, grows, trials.values())
             log(trials[blocks])
             untried.remove(blocks)
+            continue
+        if used in untried:
+            blocks = used
             continue
         accepted = _accepted(trials[candidates[0]], trials.values(), ESTIMATED_GAIN)
         if time is None and accepted.is_bound:
@@ -233,17 +239,24 @@ def search(
     if time is None:
         best = _accepted(default, trials.values(), ESTIMATED_GAIN)
         return SearchResult(default, best, tuple(trials.values()), left, False, late=late)
-    chosen = trials_to_time(default, trials.values(), top)
-    timings = dict(time([trial.blocks for trial in chosen]))
-    plain = timings.pop(None, Timing()).seconds
-    for blocks, timing in timings.items():
-        trials[blocks] = _timed(trials[blocks], timing)
-        log(trials[blocks])
+    chosen = trials_to_time(default, trials.values(), top, used)
+    plain = _time_trials(trials, time([trial.blocks for trial in chosen]), log)
     default = trials[candidates[0]]
     timed = [trial for trial in trials.values() if trial.fate == "timed"]
     threshold = max(MEASURED_GAIN, SPREADS * spread(default.seconds))
     best = _accepted(default, timed, threshold)
-    return SearchResult(default, best, tuple(trials.values()), left, True, tuple(plain), late)
+    return SearchResult(default, best, tuple(trials.values()), left, True, plain, late)
+
+
+def _time_trials(
+    trials: dict[Blocks, Trial], timings: Mapping[Blocks | None, Timing], log: Callable[..., None]
+) -> tuple[float, ...]:
+    """Replace the trials that were timed, log them, and return the times of plain JAX."""
+    for blocks, timing in timings.items():
+        if blocks is not None:
+            trials[blocks] = _timed(trials[blocks], timing)
+            log(trials[blocks])
+    return tuple(timings.get(None, Timing()).seconds)
 
 
 def _timed(trial: Trial, timing: Timing) -> Trial:
@@ -253,12 +266,18 @@ def _timed(trial: Trial, timing: Timing) -> Trial:
     return dataclasses.replace(trial, fate=fate, why=why, seconds=tuple(timing.seconds))
 
 
-def trials_to_time(default: Trial, trials: Iterable[Trial], top: int) -> list[Trial]:
-    """Return the trials to time on a device: the default, and up to `top` promising others."""
+def trials_to_time(
+    default: Trial, trials: Iterable[Trial], top: int, used: Blocks | None = None
+) -> list[Trial]:
+    """Return the trials to time on a device: the default, up to `top` promising others, and `used`.
+
+    Other than the promising trials, the trial of the block sizes `used` needs no good estimate.
+    """
     others = [t for t in trials if t.fate in ("compiled", "unrated", "timed") and t != default]
     rated = sorted((t for t in others if t.estimate is not None), key=lambda t: t.estimate)
     near = [t for t in rated if t.estimate <= _HOPEFUL * rated[0].estimate]
-    return [default, *(near or others)[:top]]
+    chosen = (near or others)[:top]
+    return [default, *chosen, *(t for t in others if t.blocks == used and t not in chosen)]
 
 
 def distance(best: Mapping[str, Any], other: Mapping[str, Any]) -> tuple[int, float]:

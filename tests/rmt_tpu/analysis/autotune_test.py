@@ -220,3 +220,63 @@ def test_what_failed_or_took_too_long_is_tried_again(out):
         known = TrialLog(out, True).known(given)
         retried = set(given.candidates()) - known.keys()
         assert retried == ({given.candidates()[1]} if fate in ("time limit", "failed") else set())
+
+
+@pytest.mark.parametrize(
+    "timing", [Timing((3e-3,) * 3), Timing(wrong="NaN")], ids=["slow", "wrong"]
+)
+def test_a_default_that_wins_a_measurement_replaces_what_tables_list(out, timing):
+    """The package lists other blocks; they are timed although their estimate is poor."""
+    (shipped, *_) = tuned.package_table("tpu7x", "depth_attention_partial").entries
+    given = Problem("tpu7x", "tpu", shipped.kernel, shipped.key, shipped.tokens)
+    kernel, key, default = given.tuned_kernel, dict(given.key), given.default()
+    listed = kernel.build_blocks(dict(shipped.blocks))
+    rate = lambda problem, blocks: Rating(9.0 if blocks == listed else 1.0)
+    timer = lambda problem, chosen: (
+        {b: Timing((1e-3,) * 3) for b in chosen} | ({listed: timing} if listed in chosen else {})
+    )
+    tuner = Tuner(out, TrialLog(out, True), rate, timer, 1, clock=lambda: 0.0)
+    (done,) = tuner.run([given], -1.0)
+    (entry,) = kernel_tables.read(out).entries
+    assert entry == done.entry and entry.source == "measured"
+    assert entry.blocks == entry.default_blocks == tuned.items(tuned.fields(default))
+    assert {t.blocks: t.fate for t in done.result.trials}[listed] in ("timed", "wrong")
+    assert "| default | measured |" in autotune_report.table([done])
+    with lowering_for("TPU7x"):
+        assert tuned.look_up(kernel, key, given.tokens, default) == listed
+        with tuned.tuned(kernel_tables.read(out)):
+            assert tuned.look_up(kernel, key, given.tokens, default) == default
+    (again,) = tuner.run([given], -1.0)
+    assert again.note == "already in the table"
+
+
+def test_a_refresh_replaces_or_removes_the_old_entry(out):
+    (old,), _ = tune(out, 512)
+    assert dict(old.entry.blocks) == {"queries": 128}
+    same = lambda problem, chosen: {b: Timing((1e-3,) * 3) for b in chosen}
+    (done,), _ = tune(out, 512, timer=same, refresh=True)
+    (entry,) = kernel_tables.read(out).entries
+    assert entry == done.entry and entry.blocks == entry.default_blocks
+    # An estimate replaces it as well; where no time is known, the old entry stays.
+    kernel_tables.add(out, [old.entry])
+    for rating, blocks in ((Rating(None), old.entry.blocks), (Rating(1.0), entry.default_blocks)):
+        compiler = Compiler()
+        compiler.rate = lambda problem, blocks, rating=rating: rating
+        tune(out, 512, compiler=compiler, refresh=True, resume=False)
+        assert kernel_tables.read(out).entries[0].blocks == blocks
+    # If the default fails, no blocks are used.
+    wrong = lambda problem, chosen: {chosen[0]: Timing(wrong="NaN")}
+    (done,), _ = tune(out, 512, timer=wrong, refresh=True)
+    assert done.entry is None and not kernel_tables.read(out).entries
+
+
+def test_an_estimate_does_not_replace_a_measurement_of_another_table(out):
+    (found,), _ = tune(out, 512)
+    os.remove(out)
+    for source, written in (("measured", 0), ("estimated", 1)):
+        entry = dataclasses.replace(found.entry, source=source)
+        compiler = Compiler()
+        compiler.rate = lambda problem, blocks: Rating(1.0)
+        with tuned.tuned(tuned.Table("other", (entry,))):
+            tune(out, 512, compiler=compiler, resume=False)
+        assert len(kernel_tables.read(out).entries) == written
