@@ -123,7 +123,8 @@ def _report_steps(folder: Path) -> int:
         for n in names
     ]
     changed = f" --set={' --set='.join(_SET.value)}" if _SET.value else ""
-    note = f"{_BATCH_SIZE.value} x {_SEQ_LEN.value} tokens, bfloat16{changed}. {_versions()}"
+    sizes = step_cost.sizes([step.config() for step in steps])
+    note = f"{sizes}, bfloat16{changed}. {_versions()}"
     if _TARGETS.value is None and accelerator() is not None:
         return _time_steps(steps, folder, note)
     targets = _targets()

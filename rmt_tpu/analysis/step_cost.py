@@ -223,6 +223,15 @@ class TrainStep:
         return resolve_auto(overrides.apply(run(self.preset), changes | self.changes))
 
 
+def sizes(configs: Sequence[RunConfig]) -> str:
+    """Return the sequences and the tokens per sequence of steps, as text like "16 x 512 tokens".
+
+    Each size is named once, in the order of the configs.
+    """
+    texts = [f"{config.train.batch_size} x {config.data.seq_len}" for config in configs]
+    return f"{', '.join(dict.fromkeys(texts))} tokens"
+
+
 def step_costs(
     steps: Sequence[TrainStep], target: Target, progress: Callable[[str], None] | None = None
 ) -> list[StepCost]:

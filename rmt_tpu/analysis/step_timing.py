@@ -102,7 +102,7 @@ def time_step(step: TrainStep, log: Callable[[str], None] = lambda line: None) -
     changes = "".join(f" {path}={value}" for path, value in step.changes.items())
     return StepTime(
         preset=step.preset + changes,
-        tokens=step.batch_size * step.seq_len,
+        tokens=config.train.batch_size * config.data.seq_len,
         seconds=statistics.median(rounds),
         rounds=rounds,
         compile_seconds=compile_seconds,

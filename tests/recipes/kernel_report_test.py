@@ -124,7 +124,8 @@ import sys
 import jax
 from recipes import kernel_report
 kernel_report.accelerator = lambda: jax.devices()[0]
-flags = "--step --presets=gpt2-tiny --batch_size=2 --seq_len=32 --set=model.compute_dtype=float32"
+flags = "--step --presets=gpt2-tiny --seq_len=32 --set=model.compute_dtype=float32"
+flags += " --set=train.batch_size=2"
 sys.argv = ["recipes/kernel_report.py", *flags.split(), "--output=" + sys.argv[1]]
 kernel_report.run()
 """
@@ -142,6 +143,6 @@ def test_steps_are_measured_where_there_is_a_device(tmp_path):
     )
     assert done.returncode == 0, done.stderr
     table = (tmp_path / "step_times.md").read_text()
-    assert table in done.stdout and "Measured on cpu" in table
+    assert table in done.stdout and "Measured on cpu" in table and ". 2 x 32 tokens, " in table
     (step,) = json.loads((tmp_path / "step_times.json").read_text())["steps"]
-    assert step["seconds"] > 0 and step["preset"].startswith("gpt2-tiny")
+    assert step["seconds"] > 0 and step["tokens"] == 64 and step["preset"].startswith("gpt2-tiny")

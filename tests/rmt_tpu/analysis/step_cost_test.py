@@ -171,6 +171,12 @@ def test_a_step_of_the_rmt_is_cheaper_than_the_transformers():
     assert ratio["by_model"][BEST_GUESS] < 0.88 and ratio["most"] < 1
 
 
+def test_sizes_are_those_of_the_configs():
+    changes = {"train.batch_size": 8, "data.seq_len": 256}
+    steps = [TrainStep("rmt-tiny"), TrainStep("gpt2-tiny"), TrainStep("rmt-tiny", changes=changes)]
+    assert step_cost.sizes([step.config() for step in steps]) == "16 x 512, 8 x 256 tokens"
+
+
 def row(**changes):
     cycles = changes.pop("cycles", 10.0)
     values = dict(name="f", part="other", what="", result="", calls=2)
