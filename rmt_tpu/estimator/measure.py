@@ -2,7 +2,6 @@
 
 import functools
 import math
-import statistics
 import tempfile
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -15,6 +14,7 @@ import jax.numpy as jnp
 from pallas_kernels.key_vector.interface import FRACTION_BITS
 from rmt_tpu.estimator.ops import Direction, OpCase
 from rmt_tpu.estimator.programs import lower
+from rmt_tpu.estimator.search import Timing
 
 Name = TypeVar("Name", bound=Hashable)
 Compiled = jax.stages.Compiled
@@ -26,11 +26,12 @@ _CACHE = 2 * 128 * 2**20
 
 
 def measure(
-    case: OpCase, direction: Direction, implementations: Sequence[str | None], device: jax.Device
-) -> list[float]:
-    """Return the seconds of one call for each implementation, as the median of `ROUNDS` rounds.
+    case: OpCase, direction: Direction, implementations: Sequence[str], device: jax.Device
+) -> dict[str, Timing]:
+    """Return, for each implementation, the times of `ROUNDS` calls, or why it has none.
 
-    In every round, each implementation is called once.
+    In every round, each implementation is called once. An implementation that cannot be compiled or
+    run does not keep the others from being timed.
 
     Args:
       case: the case to call.
@@ -38,20 +39,37 @@ def measure(
       implementations: values of the op's `implementation` argument.
       device: the device to time on.
     """
-    programs = {}
+    programs, timings = {}, {}
     for name in implementations:
-        function, shapes, donated = case.program(direction, name)
-        programs[name] = lower(function, shapes, device, donate=donated).compile()
-    times = seconds_in_turn(programs, draw(shapes), donated)
-    return [statistics.median(times[name]) for name in implementations]
+        try:
+            function, shapes, donated = case.program(direction, name)
+            programs[name] = lower(function, shapes, device, donate=donated).compile()
+        except Exception as error:
+            timings[name] = Timing(failed=words_of(error))
+    if not programs:
+        return timings
+    try:
+        arguments = draw(shapes)
+    except Exception as error:  # The arguments alone may be too large for the device.
+        return timings | dict.fromkeys(programs, Timing(failed=words_of(error)))
+    return timings | seconds_in_turn(programs, arguments, donated)
+
+
+def words_of(error: Exception) -> str:
+    """Return an error's type and message as one line of at most 400 characters.
+
+    Reports keep this text and not the error, whose traceback would keep arrays on the device.
+    """
+    return " ".join(f"{type(error).__name__}: {error}".split())[:400]
 
 
 def seconds_in_turn(
     programs: Mapping[Name, Compiled], arguments: Sequence[Any], donated: Sequence[int]
-) -> dict[Name, list[float]]:
-    """Return, for each program, the times of `ROUNDS` calls in seconds.
+) -> dict[Name, Timing]:
+    """Return, for each program, the times of `ROUNDS` calls in seconds, or why a call failed.
 
-    The programs are called in turn, because the clock rate of a device may change over time.
+    The programs are called in turn, because the clock rate of a device may change over time. A
+    program that fails is not called again.
 
     Args:
       programs: compiled programs by name; all take the same arguments.
@@ -59,13 +77,20 @@ def seconds_in_turn(
       donated: the indices of the arguments that a program may overwrite.
     """
     times: dict[Name, list[float]] = {name: [] for name in programs}
+    failed: dict[Name, Timing] = {}
     for turn in range(_WARM_UP + ROUNDS):
         for name, program in programs.items():
+            if name in failed:
+                continue
             fresh = functools.partial(program_arguments, program, arguments, donated)
-            seconds = seconds_of(program, fresh)
+            try:
+                seconds = seconds_of(program, fresh)
+            except Exception as error:
+                failed[name] = Timing(failed=words_of(error))
+                continue
             if turn >= _WARM_UP:
                 times[name].append(seconds)
-    return times
+    return {name: failed.get(name, Timing(tuple(times[name]))) for name in programs}
 
 
 def seconds_of(program: Compiled, arguments: Callable[[], Sequence[Any]]) -> float:

@@ -8,7 +8,13 @@ import numpy as np
 
 from pallas_kernels import tuned
 from rmt_tpu.analysis.device_compare import bound
-from rmt_tpu.estimator.measure import Compiled, draw, program_arguments, seconds_in_turn
+from rmt_tpu.estimator.measure import (
+    Compiled,
+    draw,
+    program_arguments,
+    seconds_in_turn,
+    words_of,
+)
 from rmt_tpu.estimator.search import Timing
 from rmt_tpu.estimator.spaces import SPACES, Problem, TuningCall, lower_call
 
@@ -29,7 +35,8 @@ def time_candidates(
     result of plain JAX. The default block sizes are timed only if their error is within twice the
     bound of `device_compare`, and another candidate only if its error is not much larger than that
     of the default block sizes. If these fail, no other candidate is checked or timed. Calls of all
-    programs are timed in turn. In the returned dict, plain JAX has the key None.
+    programs are timed in turn; a program that fails there has no time, and if it is the default,
+    no other candidate has one. In the returned dict, plain JAX has the key None.
     """
     call = SPACES[problem.platform, problem.kernel].call(dict(problem.key), problem.tokens)
     arguments = jax.jit(call.complete)(*draw(call.arguments, call.counts))
@@ -45,8 +52,7 @@ def time_candidates(
             errors = errors_of(_results(program, call, arguments), plain)
         # The failure of one candidate does not prevent the timing of the other candidates.
         except Exception as error:
-            words = " ".join(f"{type(error).__name__}: {error}".split())[:300]
-            timings[blocks] = Timing(failed=words)
+            timings[blocks] = Timing(failed=words_of(error))
         else:
             if why := wrong(errors, allowed):
                 timings[blocks] = Timing(wrong=why)
@@ -56,8 +62,9 @@ def time_candidates(
             if blocks in timings:
                 break
             allowed = [min(limit, _WORSE * error + _ROUNDING) for error in errors]
-    times = seconds_in_turn(programs, arguments, call.donated)
-    return timings | {blocks: Timing(tuple(seconds)) for blocks, seconds in times.items()}
+    timings |= seconds_in_turn(programs, arguments, call.donated)
+    first = candidates[0]
+    return {b: timings[b] for b in (None, first)} if timings[first].failed else timings
 
 
 def errors_of(results: Sequence[np.ndarray], plain: Sequence[np.ndarray]) -> list[float]:

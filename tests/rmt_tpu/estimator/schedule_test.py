@@ -1,5 +1,6 @@
 """The cost model for kernels: exact on schedules and programs that can be counted by hand."""
 
+import dataclasses
 import importlib.util
 import math
 
@@ -576,7 +577,11 @@ def test_training_program_gives_results_and_gradients(clock):
 
 def test_measured_times_are_those_of_each_program(clock):
     times = measure.measure(small_case(clock), "forward", ("xla", "slow"), jax.devices()[0])
-    assert times == [1, 60]
+    rounds = measure.ROUNDS
+    assert {name: t.seconds for name, t in times.items()} == {
+        "xla": (1.0,) * rounds,
+        "slow": (60.0,) * rounds,
+    }
 
 
 def test_measured_rows(clock, monkeypatch):
@@ -591,9 +596,36 @@ def test_measured_rows(clock, monkeypatch):
         and slow.failures == {}
     )
     assert missing.speedup is None and missing.failures == {"nothing": "KeyError: 'nothing'"}
+    assert missing.seconds is None and missing.portable_seconds == 1
     table = report.op_table([slow, missing])
     assert f"| {slow.seconds * 1e6:.1f} | {slow.portable_seconds * 1e6:.1f} |" in table
     assert "cpu, no_op small, forward, nothing: KeyError" in report.failure_lines([slow, missing])
+
+
+@pytest.mark.parametrize("where", ["compile", "run"])
+def test_a_failure_of_plain_jax_is_its_own(clock, monkeypatch, where):
+    """The kernel keeps its time, whether plain JAX fails in the compiler or while it runs."""
+
+    case = small_case(clock)
+
+    def function(implementation, x, segments):
+        if implementation == "xla" and where == "compile":
+            raise MemoryError("no room")
+        return case.function(implementation, x, segments)
+
+    def seconds_of(program, arguments):
+        started = clock.now
+        jax.block_until_ready(program(*arguments()))
+        if clock.now - started < 60:
+            raise MemoryError("no room")
+        return 60.0
+
+    monkeypatch.setattr(measure, "seconds_of", seconds_of)
+    other = dataclasses.replace(case, function=function)
+    monkeypatch.setitem(OPS, "large_op", Op(lambda: [other], {"cpu": "slow"}))
+    for row in report.time_ops(["large_op"], jax.devices()[0]):
+        assert (row.seconds, row.portable_seconds) == (60.0, None)
+        assert row.failures == {"xla": "MemoryError: no room"}
 
 
 def test_an_op_without_a_kernel_for_the_device_has_only_the_time_of_plain_jax(clock, monkeypatch):

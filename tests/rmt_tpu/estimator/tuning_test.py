@@ -229,8 +229,11 @@ def test_results_are_held_to_plain_ones():
     assert same([np.inf, 1.0]) == 0 == same([]) and np.isnan(same([np.nan, np.nan]))
 
 
-def timed_problem(monkeypatch, programs) -> list:
-    """Time "candidates" that are functions of an array x, in order; plain JAX is 2 x."""
+def timed_problem(monkeypatch, programs, **in_turn) -> list:
+    """Time "candidates" that are functions of an array x, in order; plain JAX is 2 x.
+
+    `in_turn` has the outcomes of timing some of them, in place of 1 s.
+    """
     call = TuningCall(lambda m: None, timing, timing, (jax.ShapeDtypeStruct((8, 8), "float32"),))
 
     def lowered(device, problem, call, blocks):
@@ -241,8 +244,9 @@ def timed_problem(monkeypatch, programs) -> list:
     space = dataclasses.replace(SPACES["tpu", given.kernel], call=lambda key, tokens: call)
     monkeypatch.setattr(timing, "SPACES", {("tpu", given.kernel): space})
     monkeypatch.setattr(timing, "lower_call", lowered)
-    in_turn = lambda programs, *given: dict.fromkeys(programs, [1.0])
-    monkeypatch.setattr(timing, "seconds_in_turn", in_turn)
+    good = timing.Timing((1.0,))
+    timed = lambda programs, *given: {p: in_turn.get(f"of_{p}", good) for p in programs}
+    monkeypatch.setattr(timing, "seconds_in_turn", timed)
     return timing.time_candidates(given, list(range(len(programs))), jax.devices()[0])
 
 
@@ -261,6 +265,14 @@ def test_candidates_are_held_to_the_default_and_the_default_to_a_bound(monkeypat
         found = timed_problem(monkeypatch, [default, off(0), off(1e-3)])
         assert found.keys() == {None, 0} and found[None] == good
         assert found[0].failed or "legal" in found[0].wrong
+
+
+@pytest.mark.parametrize("fails", [0, 1])
+def test_a_candidate_may_fail_while_it_is_timed(monkeypatch, fails):
+    same, failed = (lambda x: 2 * x), timing.Timing(failed="no room for five calls")
+    found = timed_problem(monkeypatch, [same, same], **{f"of_{fails}": failed})
+    good = timing.Timing((1.0,))
+    assert found == ({None: good, 0: failed} if fails == 0 else {None: good, 0: good, 1: failed})
 
 
 @pytest.mark.parametrize("kernel", ["attention_backward", "depth_attention_partial_backward"])
