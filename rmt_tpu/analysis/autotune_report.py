@@ -117,7 +117,7 @@ def _values(outcome: TuningOutcome) -> dict[str, Any]:
 def draw(done: Sequence[TuningOutcome], path: Path) -> bool:
     """Draw how long each candidate takes, relative to the default block sizes.
 
-    The picture has one row per kernel.
+    The picture has one row per kernel. If candidates were timed, it shows only those.
 
     Returns:
       False if there is nothing to draw.
@@ -134,7 +134,8 @@ def draw(done: Sequence[TuningOutcome], path: Path) -> bool:
         return False
     figure, axes = plt.subplots(figsize=(9, 1.2 + 0.35 * len(rows)), layout="constrained")
     for place, (_, result, _, _) in enumerate(rows):
-        over = [t.time / result.default.time for t in result.trials if t.time]
+        shown = [t for t in result.trials if (t.seconds if result.measured else t.time)]
+        over = [t.time / result.default.time for t in shown]
         axes.plot(over, [place] * len(over), "o", color="tab:gray", alpha=0.5, markersize=4)
         best = result.best.time / result.default.time
         axes.plot([best], [place], "D", color="tab:red", markersize=6)

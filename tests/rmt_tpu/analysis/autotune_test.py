@@ -5,6 +5,7 @@ import json
 import os
 
 import pytest
+from matplotlib.figure import Figure
 
 from pallas_kernels import tuned
 from pallas_kernels.target import lowering_for
@@ -140,6 +141,18 @@ def test_the_report(out, tmp_path):
     assert not autotune_report.draw(same, tmp_path / "none.png")
     alone, _ = tune(str(tmp_path / "other.json"), 128)
     assert "clearly faster than the default" in autotune_report.summary(alone, out)
+
+
+def test_a_picture_of_measured_times_has_no_estimates(out, tmp_path, monkeypatch):
+    """Of three candidates, the default and one other were timed."""
+    timer = lambda problem, chosen: {b: Timing((1e-6 * b.queries,) * 3) for b in chosen}
+    done, _ = tune(out, 512, timer=timer, top=1)
+    assert sum(bool(t.estimate) for t in done[0].result.trials) == 3
+    drawn = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *given, **more: drawn.append(figure))
+    assert autotune_report.draw(done, tmp_path / "picture.png")
+    candidates, best, _ = drawn[0].axes[0].lines
+    assert sorted(candidates.get_xdata()) == [0.5, 1.0] and list(best.get_xdata()) == [0.5]
 
 
 @pytest.mark.slow
