@@ -21,6 +21,9 @@ Compiled = jax.stages.Compiled
 # A timing has `_WARM_UP` rounds that are discarded and `ROUNDS` rounds that count. One profile
 # contains `_CALLS` calls.
 _WARM_UP, ROUNDS, _CALLS = 2, 7, 5
+# By the wall clock, calls are repeated until the calls that are compared differ by _LONG seconds,
+# which noise does not reach, or for _MOST_ROUNDS rounds.
+_LONG, _MOST_ROUNDS = 0.02, 16
 # Arguments of fewer bytes may be in a device's cache. This is twice the largest second-level cache.
 _CACHE = 2 * 128 * 2**20
 
@@ -96,12 +99,19 @@ def seconds_in_turn(
 def seconds_of(program: Compiled, arguments: Callable[[], Sequence[Any]]) -> float:
     """Return the seconds that a call takes on the device, measured with the profiler.
 
-    If the profiler records no device, the time is that by which wall-clock time grows per call.
+    If the profiler records no device, the time is that by which wall-clock time grows per call. For
+    calls that are too short to tell, it is the mean wall-clock time of calls, which is more.
     """
     if jax.default_backend() != "cpu" and (busy := _busy_seconds(program, arguments)):
         return busy / _CALLS
-    few, many = (wall_seconds(program, arguments, n) for n in (_CALLS, 3 * _CALLS))
-    return max((many - few) / (2 * _CALLS), 1e-9)
+    few = many = rounds = 0
+    while many - few < _LONG and rounds < _MOST_ROUNDS:
+        few += wall_seconds(program, arguments, _CALLS)
+        many += wall_seconds(program, arguments, 3 * _CALLS)
+        rounds += 1
+    if many - few < _LONG:
+        return many / (3 * _CALLS * rounds)
+    return (many - few) / (2 * _CALLS * rounds)
 
 
 def _busy_seconds(program: Compiled, arguments: Callable[[], Sequence[Any]]) -> float:

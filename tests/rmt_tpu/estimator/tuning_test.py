@@ -1,6 +1,7 @@
 """What a compiler says of candidates, in processes that may hang; the calls that they are of."""
 
 import dataclasses
+import itertools
 import time
 
 import jax
@@ -314,6 +315,23 @@ def test_arguments_and_times_of_a_call():
     assert measure.wall_seconds(program, fresh, 2) > 0
     timing_of = measure.seconds_of(program, fresh)
     assert 0 < timing_of < 1
+
+
+@pytest.mark.parametrize(
+    ("call", "starts", "expected"),
+    [
+        (0.5, (1e-3, 1e-3), 0.5),
+        (2e-4, (1e-3, 1e-3), 2e-4),
+        (1e-6, (3e-3, 1e-3), 1e-6 + 1e-3 / 15),
+    ],
+    ids=["long", "after some rounds", "no difference but noise"],
+)
+def test_a_short_call_is_not_timed_by_noise(monkeypatch, call, starts, expected):
+    """Five calls may take longer to start than fifteen."""
+    noise = itertools.cycle(starts)
+    monkeypatch.setattr(measure, "wall_seconds", lambda *given: next(noise) + given[2] * call)
+    program = jax.jit(lambda: 0).lower().compile()
+    assert measure.seconds_of(program, tuple) == pytest.approx(expected)
 
 
 # Processes ---------------------------------------------------------------------------------------
