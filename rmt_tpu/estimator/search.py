@@ -321,14 +321,13 @@ def _contains(larger: Mapping[str, Any], smaller: Mapping[str, Any], grows: tupl
 def _accepted(default: Trial, trials: Iterable[Trial], threshold: float) -> Trial:
     """Return the fastest trial if it is clearly faster than the default block sizes, or `default`.
 
-    Among equally fast trials, the trial that needs the least on-chip memory is chosen.
+    Among equally fast trials that are clearly faster, the trial that needs the least on-chip memory
+    is chosen.
     """
-    rated = [trial for trial in trials if trial.time is not None]
-    if not rated:
+    most = math.inf if default.time is None else default.time * (1 - threshold)
+    clear = [trial for trial in trials if trial.time is not None and trial.time <= most]
+    if not clear:
         return default
-    fastest = min(trial.time for trial in rated)
-    equal = [trial for trial in rated if trial.time <= fastest * (1 + _TIE)]
-    best = min(equal, key=lambda trial: (trial.on_chip, trial.time))
-    if default.time is None:
-        return best
-    return best if best.time <= default.time * (1 - threshold) else default
+    fastest = min(trial.time for trial in clear)
+    equal = [trial for trial in clear if trial.time <= fastest * (1 + _TIE)]
+    return min(equal, key=lambda trial: (trial.on_chip, trial.time))

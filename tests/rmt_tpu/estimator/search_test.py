@@ -83,6 +83,13 @@ def test_of_equals_the_smallest_is_taken():
     assert result.best.blocks == Blocks(128, 4)
 
 
+def test_a_smaller_one_that_gains_too_little_does_not_displace_the_fastest():
+    """Within 1% of the fastest, but not 2% faster than the default."""
+    times = {Blocks(256, 2): Timing((0.979,) * 3), Blocks(64, 2): Timing((0.988,) * 3)}
+    result = Machine({}).search(time=timed(times))
+    assert result.best.blocks == Blocks(256, 2)
+
+
 def test_what_is_larger_than_what_has_no_room_is_not_compiled():
     """In the fields that take room, all others being alike."""
     machine = Machine({Blocks(256, 2): Refusal("no room", "VMEM")})
