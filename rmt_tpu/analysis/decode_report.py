@@ -74,7 +74,10 @@ def ratios(rows: Sequence[DecodeRow]) -> list[dict[str, Any]]:
 
 
 def figure(rows: Sequence[DecodeRow], versions: str) -> Any:
-    """Plot the times of decode steps, or their share of HBM bandwidth, over batch size."""
+    """Plot the times of decode steps, or their share of HBM bandwidth, over batch size.
+
+    Each device has a panel, whose title says whether its steps were timed or estimated.
+    """
     from matplotlib.figure import Figure
 
     devices = _by_device(rows)
@@ -91,7 +94,8 @@ def figure(rows: Sequence[DecodeRow], versions: str) -> Any:
             label = f"{preset}, {context:,}" if several else preset
             heights = [value(row) for row in points]
             axes.plot([p.case.batch for p in points], heights, label=label, **line_style(number))
-        axes.set(xscale="log", xlabel="rows", title=device)
+        source = "timed" if device_rows[0].timed else "estimated"
+        axes.set(xscale="log", xlabel="rows", title=f"{device}, {source}")
         axes.set_xticks(batches := sorted({row.case.batch for row in device_rows}), batches)
         axes.minorticks_off()
         axes.grid(alpha=0.3)
@@ -100,7 +104,7 @@ def figure(rows: Sequence[DecodeRow], versions: str) -> Any:
     legend = lambda axes: zip(*axes.get_legend_handles_labels(), strict=True)
     handles = {label: h for axes in panels for h, label in legend(axes)}
     drawn.legend(handles.values(), handles, loc="outside right upper", fontsize=8)
-    drawn.supxlabel(f"{'timed' if rows[0].timed else 'estimated'}; {versions}", fontsize=7)
+    drawn.supxlabel(versions, fontsize=7)
     return drawn
 
 

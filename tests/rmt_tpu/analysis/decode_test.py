@@ -144,6 +144,10 @@ def test_tables_and_picture(tmp_path):
     (axes,) = decode_report.figure(slow, "jax 1").axes
     assert axes.get_ylabel() == "milliseconds per step"
     assert "Timed on this machine" in decode_report.text(slow, "jax 1")
+    # A device of this machine beside an estimate.
+    both = [dataclasses.replace(slow[0], device="host"), *rows]
+    panels = decode_report.figure(both, "jax 1").axes
+    assert [axes.get_title() for axes in panels] == ["host, timed", "v5e, estimated"]
 
 
 def test_what_cannot_be_is_told_and_not_compiled(monkeypatch):
