@@ -124,8 +124,10 @@ def arms_table(outcomes: Sequence[ArmOutcome], seeds: Sequence[int], *, bold: bo
         if printed:
             cells.append("" if o.arm.paper is None else f"{o.arm.paper:.3f}")
         lines.append("| " + " | ".join(cells) + " |")
-    over = ", ".join(map(str, seeds))
-    caption = f"Held-out loss: mean (least..most) over seeds {over}, nats per token. "
+    caption = (
+        f"Held-out loss: mean (least..most) over seeds {_seeds_of(outcomes, seeds)}, nats per "
+        "token. "
+    )
     caption += (
         "Difference: between runs of the same seed, with a 95% interval"
         + ("; **bold** if it excludes 0. " if bold else ". ")
@@ -133,6 +135,18 @@ def arms_table(outcomes: Sequence[ArmOutcome], seeds: Sequence[int], *, bold: bo
         "tokens, and of its FLOPs, after which this arm reaches the other's final loss."
     )
     return "\n".join([*lines, "", caption]) + "\n"
+
+
+def _seeds_of(outcomes: Sequence[ArmOutcome], seeds: Sequence[int]) -> str:
+    """Return the seeds as text, and for arms with fewer seeds theirs and the arms' names."""
+    fewer: dict[tuple[int, ...], list[str]] = {}
+    for o in outcomes:
+        if (own := tuple(seeds[: o.arm.num_seeds])) != tuple(seeds):
+            fewer.setdefault(own, []).append(o.arm.name)
+    text = ", ".join(map(str, seeds))
+    for own, names in fewer.items():
+        text += f" ({', '.join(names)}: only {', '.join(map(str, own))})"
+    return text
 
 
 def _rates(config: RunConfig) -> str:

@@ -385,6 +385,15 @@ def test_what_is_not_sure_or_diverged(ladder):
     assert "| diverged: 1 of 3 | a |  |  |" in results.arms_table([other, lost], SEEDS)
 
 
+def test_arms_with_fewer_seeds_are_named():
+    few = [made_up(replace(arm, num_seeds=2), 2.0) for arm in (A, B)]
+    table = lambda *outcomes: results.arms_table(outcomes, SEEDS)
+    assert "over seeds 0, 1, 2 (b: only 0, 1), nats" in table(made_up(A, 2.0), few[1])
+    assert "over seeds 0, 1, 2 (a, b: only 0, 1), nats" in table(*few)
+    every = replace(A, num_seeds=3)
+    assert "over seeds 0, 1, 2, nats" in table(made_up(every, 2.0))
+
+
 PLANS = {
     "fits": ("ladder", {}),
     "x": ("attnres-block-size", {}),
