@@ -1,6 +1,7 @@
 """The catalog of all experiments. Most of them repeat a table or a figure of a paper."""
 
 from rmt_tpu import cost
+from rmt_tpu.config import presets
 from rmt_tpu.errors import UsageError, unknown
 from rmt_tpu.experiments import counts, depth, moments, plan, residual_size, trained, wide_residuals
 from rmt_tpu.experiments.plan import Experiment, Plan, Scale
@@ -14,8 +15,18 @@ _TARGET = "--targets=v5e"
 def _steps(vector: str, other: str, *more: str) -> list[list[str]]:
     """Return commands that report the costs and the memory of two presets' train steps."""
     report = ["kernel_report", "--step", f"--presets={other},{vector}", _TARGET, *more]
-    memory = [["preflight", f"--preset={n}", "--topology=v5e:2x2", *more] for n in (vector, other)]
+    memory = [_preflight(name, "--topology=v5e:2x2", *more) for name in (vector, other)]
     return [report, *memory]
+
+
+def _preflight(preset: str, *more: str) -> list[str]:
+    """Return a command that reports the memory of a preset's run with the preset's own vocabulary.
+
+    Without the flag, preflight takes the vocabulary of the default tokenizer, which has only bytes,
+    and the other reports take the preset's.
+    """
+    words = presets.run(preset).model.vocab_size
+    return ["preflight", f"--preset={preset}", f"--set=model.vocab_size={words}", *more]
 
 
 def _rmt_steps(scale: Scale, run_of) -> list[list[str]]:
@@ -28,9 +39,7 @@ def _attnres_steps(scale: Scale, run_of) -> list[list[str]]:
     decode = ["decode_report", f"--presets={','.join(names)}", "--target=v5e"]
     stages = ["--topology=v5e:2x2", "--mesh=stage=4", "--seq_len=1024", "--batch_size=64"]
     stages += ["--set=train.microbatches=16", "--set=model.compute_dtype=bfloat16"]
-    pipelines = [
-        ["preflight", f"--preset={name}", *stages] for name in ("llama-153m", "llama-attnres-153m")
-    ]
+    pipelines = [_preflight(name, *stages) for name in ("llama-153m", "llama-attnres-153m")]
     return [*train, decode, *pipelines]
 
 

@@ -3,7 +3,7 @@
 import jax
 import pytest
 
-from rmt_tpu.config import overrides
+from rmt_tpu.config import overrides, presets
 from rmt_tpu.experiments import catalog, depth, plan, residual_size, trained, wide_residuals
 from rmt_tpu.experiments.catalog import EXPERIMENTS
 from rmt_tpu.training import run
@@ -199,3 +199,15 @@ def test_ablations_are_searched_along_both_axes():
     factors = {(0.028, factor) for factor in (1, 0.3, 0.1, 0.03, 0.01)}
     assert found == factors | {(0.012, 0.1), (0.067, 0.1)} and len(search.points) == 7
     assert search.config.train.eval_every == 0  # text is held out for the final loss alone
+
+
+@pytest.mark.parametrize("name", ["rmt-step", "attnres-overheads"])
+def test_reports_on_one_page_are_of_the_same_models(name):
+    """Preflight's own vocabulary would be that of bytes."""
+    commands = EXPERIMENTS[name].reports("tiny", str)
+    preflights = [flags for recipe, *flags in commands if recipe == "preflight"]
+    assert len(preflights) == {"rmt-step": 2, "attnres-overheads": 4}[name]
+    for flags in preflights:
+        (preset,) = [f.partition("=")[2] for f in flags if f.startswith("--preset=")]
+        words = presets.run(preset).model.vocab_size
+        assert words == 50257 and f"--set=model.vocab_size={words}" in flags
