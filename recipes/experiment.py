@@ -56,7 +56,7 @@ _WORKDIR = flags.DEFINE_string(
 )
 _OUTCOMES = flags.DEFINE_string(
     "outcomes", None, "file, local or gs://, that gets a line for each finished run; runs with a "
-    "line in it are not trained again"
+    "line in it are not trained again, unless a report reads their folder"
 )  # fmt: skip
 _COMMANDS = flags.DEFINE_string(
     "commands", None, "instead of training, write the recipes.train commands of the next runs to "
@@ -133,7 +133,8 @@ class _PlanTrainer:
                 changes["model.compute_dtype"] = _DTYPES[_SCALE.value]
             return overrides.apply(config, changes)
 
-        self.runs = PlannedRuns(self.plan, self.seeds, configured, folder, records)
+        reports = experiment.reports is not None
+        self.runs = PlannedRuns(self.plan, self.seeds, configured, folder, records, reports)
         self.matched = 0
 
     def _check_searched(self) -> None:
@@ -191,6 +192,12 @@ class _PlanTrainer:
             self.matched += len(runs)
         pending = {run.label: run for run in runs if not self.runs.settled(run)}
         trials = [several.Trial(run.label, run.folder, run.config) for run in pending.values()]
+        if again := [label for label, run in pending.items() if self.runs.is_recorded(run)]:
+            print(
+                f"--outcomes has {', '.join(again)}, but {self.experiment.name} also reads the run "
+                "folder, which is missing or incomplete here; training again",
+                flush=True,
+            )
         if trials:
             with flag_errors("workdir"):
                 self.folder.check(write=True)

@@ -29,12 +29,14 @@ class PlannedRun(NamedTuple):
       folder: the run folder.
       config: the run config, including the seed.
       grows_from: the key size D_k at the start of a run whose residual grows; see `plan.Arm`.
+      is_read: whether a report reads the run folder, so that a record does not replace it.
     """
 
     label: str
     folder: Folder
     config: RunConfig
     grows_from: int | None
+    is_read: bool = False
 
 
 _TEXT = "text.json"  # The name of the file with the checksum of the runs' training text.
@@ -126,6 +128,7 @@ class PlannedRuns:
       configured: a function that applies the command's flags to a config of the plan.
       folder: the folder that contains the run folders.
       records: the records of runs that finished on any machine, or None if no records are kept.
+      has_reports: whether reports read the folder of each arm's first run.
     """
 
     def __init__(
@@ -135,7 +138,9 @@ class PlannedRuns:
         configured: Callable[[RunConfig], RunConfig],
         folder: Folder,
         records: Records | None,
+        has_reports: bool = False,
     ):
+        self.has_reports = has_reports
         self.plan, self.seeds, self.folder, self.records = plan, seeds, folder, records
         self._configs = {arm.name: configured(arm.config) for arm in plan.arms}
         self._searches = {
@@ -180,20 +185,28 @@ class PlannedRuns:
             folder = self.folder.child("runs").child(arm.name)
             seeds = self.seeds[: arm.num_seeds]
             runs = _seeded(arm.name, config, folder, seeds, arm.grows_from)
+            if self.has_reports:
+                runs[0] = runs[0]._replace(is_read=True)
             found.append((replace(arm, config=config), runs))
         return found
 
     def settled(self, run: PlannedRun) -> bool:
         """Return whether a run is complete or has diverged, according to its folder or a record.
 
-        If a settled run has no record yet, its record is added.
+        If a settled run has no record yet, its record is added. A record is not enough for a run
+        whose folder a report reads.
         """
-        if self.records is not None and self.records.find(run.config, run.grows_from):
+        if self.is_recorded(run) and not run.is_read:
             return True
         if not sweep.is_settled(run.config, run.folder):
             return False
         self.add_record(run)
         return True
+
+    def is_recorded(self, run: PlannedRun) -> bool:
+        """Return whether there is a record of a run, from this machine or another one."""
+        records = self.records
+        return records is not None and records.find(run.config, run.grows_from) is not None
 
     def add_record(self, run: PlannedRun) -> None:
         """Add the record of a run that finished in its folder, unless the file already has it."""

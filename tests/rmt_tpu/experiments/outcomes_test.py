@@ -303,6 +303,27 @@ def test_a_run_that_another_process_recorded_is_not_recorded_twice(tmp_path):
     assert [json.loads(line)["loss"] for line in lines] == [2.5]
 
 
+def test_a_run_whose_folder_is_read_needs_more_than_a_record(tmp_path):
+    """As on a machine that has only the records; the first seed's folder is read."""
+    folder = open_folder(tmp_path)
+    config = resolve_auto(residual_size.growth("tiny").arms[0].config)
+    of = plan.Plan((Arm("a", config, "first"),))
+    lines = records.Records(folder, "lines.jsonl", 7)
+    make = lambda *reports: runs.PlannedRuns(of, (0, 1), lambda c: c, folder, lines, *reports)
+    ((_, first),) = make().arm_runs({})
+    steps = config.train.steps
+    for run in first:
+        lines.add(run.label, run.config, records.Record([steps], [2.5], 2.5))
+    assert [make().settled(run) for run in first] == [True, True]
+    planned = make(True)
+    ((_, read),) = planned.arm_runs({})
+    assert [planned.settled(run) for run in read] == [False, True]
+    assert [planned.is_recorded(run) for run in read] == [True, True]
+    read[0].folder.write("complete.json", json.dumps({"step": steps}).encode())
+    read[0].folder.write("config.json", json.dumps(overrides.to_json(read[0].config)).encode())
+    assert planned.settled(read[0])
+
+
 def test_the_rule_of_a_rate_is_part_of_what_a_run_is(tmp_path, monkeypatch):
     folder, config = open_folder(tmp_path), trained.attnres_scaling("tiny").arms[1].config
     known = records.Records(folder, "lines.jsonl", 7)
