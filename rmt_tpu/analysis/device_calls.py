@@ -23,6 +23,9 @@ from rmt_tpu.analysis.device_case import DeviceCase
 from rmt_tpu.analysis.device_cases_parts import attention_part
 
 _TOKENS, _LOGITS = 8192, 2048
+# The largest number of entries that the sources of depth attention have in a case. In bfloat16
+# these are 256 MiB, several times the cache of a GPU, so that times are those of its memory.
+_ENTRIES = 2**27
 
 
 def cases_of(calls: Iterable[TracedCall], platform: str) -> dict[str, list[DeviceCase]]:
@@ -122,8 +125,9 @@ def _depth(call: TracedCall) -> Iterator[DeviceCase]:
         dtype = dtype or operands.current.dtype
     matrix = tuple(entries) if len(entries) > 1 else None
     size = Depth(S, N, math.prod(entries))
-    # Use fewer tokens, because each token has an entry for each of the S sites or N sources.
-    tokens = _capped(tuple(tokens), max(1, _TOKENS // max(S, N)))
+    # Each token has a vector or matrix for each of the S sites or N sources.
+    most = _ENTRIES // (max(S, N) * math.prod(entries))
+    tokens = _capped(tuple(tokens), min(_TOKENS, max(1, most)))
     yield make(size, tokens, matrix, str(dtype))
 
 

@@ -37,6 +37,7 @@ CASES = {
     "depth_attention": [
         depth.partial(Depth(2, 3, 128), (1, 256)),
         depth.partial(Depth(2, 3, 128), (1, 256), prior=True),
+        depth.partial(Depth(8, 9, 1024), (1, 8192)),  # more bytes than a GPU's cache has
         depth.partial_backward(Depth(2, 3, 128), (1, 256)),
         depth.merge(Depth(2, 1, 128), (1, 256)),
         depth.merge(Depth(2, 1, 128), (1, 256), norm="rmsnorm"),
