@@ -307,9 +307,9 @@ def test_what_the_kernels_do_not_serve_is_said(unannotated):
     ],
 )
 def test_both_passes_compile_for_tpus(topology, implementation, dtype, heads):
-    """Of the paper's size; what is kept beside the operands is states alone.
+    """Compile heads of the paper's size; only states take memory beside the operands.
 
-    More heads than 4 are those that do not all fit into VMEM in one step.
+    The cases with more than 4 heads have too many for the VMEM of one grid step.
     """
     shape = (1, 1024, heads, 128)
     operands = [jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))] * 3

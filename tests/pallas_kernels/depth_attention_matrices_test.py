@@ -152,7 +152,7 @@ def test_merge_and_read_and_their_gradients(T, K, norm, dtype, chip):
 
 
 def test_a_read_that_does_not_fit_in_its_dtype_is_plain_jax():
-    """On v4 no blocks fit a read of 192 vectors in float32, though some fit one in bfloat16."""
+    """No blocks fit a read of 192 float32 vectors into the VMEM of v4, but some fit in bfloat16."""
     K, V, P = 64, 64, 192
     array = lambda dtype, *shape: jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
     rows = array("bfloat16", 1, 2, 256, K, V), array("float32", 2, 256)

@@ -82,7 +82,7 @@ WITH_GRADIENTS = sorted(op for op, call in CALLS.items() if call.gradients)
 
 @pytest.mark.parametrize("op", fast_first("store_norm_retrieve", WITH_GRADIENTS))
 def test_gradients_of_a_scan_of_checkpoints(op):
-    """Those of each alone, of which those of what is shared are added up."""
+    """Gradients equal those of each call alone; gradients of shared arguments are added up."""
     call = CALLS[op]
     given = {name: wide(x) for name, x in call.given.items()}
     turned, both, _ = over_one_more_axis(call, given)

@@ -144,7 +144,7 @@ def test_the_report(out, tmp_path):
 
 
 def test_a_picture_of_measured_times_has_no_estimates(out, tmp_path, monkeypatch):
-    """Of three candidates, the default and one other were timed."""
+    """The search has three candidates, and times the default and one other."""
     timer = lambda problem, chosen: {b: Timing((1e-6 * b.queries,) * 3) for b in chosen}
     done, _ = tune(out, 512, timer=timer, top=1)
     assert sum(bool(t.estimate) for t in done[0].result.trials) == 3

@@ -80,7 +80,7 @@ TRIMMED = SYSTEM.replace("message.content", "message.content | trim")
 @pytest.mark.parametrize("source", [PLAIN, SYSTEM, TRIMMED])
 @pytest.mark.parametrize("content", ["Yes?", " a", ""])
 def test_a_conversation_may_begin_with_the_assistant(source, content):
-    """What the template puts before the answer has no loss, whatever its words are."""
+    """The text that the template puts before the answer has no loss, whatever the answer is."""
     talk = [{"role": "assistant", "content": content}, *TALK[2:4]]
     pieces = conversation(ChatTemplate(source, BYTE), talk)
     said = content.strip() if source == TRIMMED else content

@@ -304,7 +304,7 @@ def test_a_run_that_another_process_recorded_is_not_recorded_twice(tmp_path):
 
 
 def test_a_run_whose_folder_is_read_needs_more_than_a_record(tmp_path):
-    """As on a machine that has only the records; the first seed's folder is read."""
+    """A machine that has only the records trains the first seed again, whose folder is read."""
     folder = open_folder(tmp_path)
     config = resolve_auto(residual_size.growth("tiny").arms[0].config)
     of = plan.Plan((Arm("a", config, "first"),))

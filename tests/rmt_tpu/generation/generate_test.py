@@ -229,9 +229,9 @@ def test_caches_that_grow_keep_what_they_have(rotated):
 
 @pytest.mark.slow
 def test_what_a_text_has_is_less_likely(rotated):
-    """Of the prompt and of what came since, but for the start token, which also ends a text.
+    """The penalty counts tokens of the prompt and of the answer, but not the start token.
 
-    Log-probabilities are the model's own.
+    The start token also ends a text. Log-probabilities are those of the model.
     """
     sampling = Sampling(0.0, max_tokens=20, repetition_penalty=1.4)
     (one,) = complete(rotated, ByteTokenizer(), [("abc", sampling)])

@@ -322,7 +322,7 @@ def test_bfloat16_is_the_dtype_of_its_folder(folder):
 
 @pytest.mark.parametrize("name", ["kda", "experts", "experts by quantiles", "hc without tanh"])
 def test_counts_and_rates_stay_in_float32(name, tmp_path):
-    """In a bfloat16 folder, and in a model that is narrower than its folder."""
+    """A bfloat16 folder keeps them in float32, and so does a model opened in a narrower dtype."""
     decoder = nnx.merge(models.graph(MODELS[name]), models.random_parameters(MODELS[name]))
     options = {"max_length": 32, "kind": "rmt_tpu", "dtype": "bfloat16"}
     export(decoder, ByteTokenizer(), tmp_path / "m", **options)

@@ -61,7 +61,7 @@ needs_proc = pytest.mark.skipif(
 
 @needs_proc
 def test_one_that_was_killed_is_not_confused_with_another_of_its_number(tmp_path):
-    """As in a container that was started again, where process ids begin anew."""
+    """A container that is started again reuses process ids, so the start time decides."""
     pid = os.getppid()
     word = {"host": HERE, "pid": pid, "seen": time.time(), "started": presence.start_ticks(pid)}
     (tmp_path / presence.FILE).write_text(json.dumps(word))
