@@ -93,6 +93,12 @@ def _batch_shards(mesh: dict[str, int]) -> int:
     return math.prod(mesh.get(axis, 1) for axis in sharding.RULES["batch"])
 
 
+def _parts_in_turn(report: Preflight) -> int:
+    """Return into how many parts a device divides its rows: accumulated parts and microbatches."""
+    train, stages = report.config.train, report.mesh.get("stage", 1)
+    return train.accumulate * ((train.microbatches or stages) if stages > 1 else 1)
+
+
 def _with_rows(report: Preflight, part: float, extra: int = 0) -> int:
     """Estimate the bytes needed if a device processes the fraction `part` of its tokens at a time.
 
@@ -145,8 +151,8 @@ def _microbatches(report: Preflight) -> list[Advice]:
 
 
 def _smaller_batch(report: Preflight) -> list[Advice]:
-    train, shards = report.config.train, _batch_shards(report.mesh)
-    smallest, rows = shards * train.accumulate, _rows(report) // train.accumulate
+    parts = _parts_in_turn(report)
+    smallest, rows = _batch_shards(report.mesh) * parts, _rows(report) // parts
     fewer = [n for n in range(rows - 1, 0, -1) if rows % n == 0]
     chosen = _enough(report, [(n * smallest, _with_rows(report, n / rows)) for n in fewer])
     if chosen is None:
@@ -181,12 +187,13 @@ def _more_shards(report: Preflight) -> list[Advice]:
         changed = mesh | {"data": mesh["data"] // f, "fsdp": mesh["fsdp"] * f}
         why = f"divides parameters and optimizer state over {f} times as many devices"
         found.append(Advice(_mesh_flag(changed), why, size))
-    parts, tokens = report.config.train.accumulate, 2 * mesh.get("sequence", 1)
+    parts, twice = report.config.train.accumulate, 2 * mesh.get("sequence", 1)
+    tokens = twice * mesh.get("tensor", 1)  # Devices of both axes share the tokens and the heads.
     heads = (count for core in model.cores for count in core.divided_heads.values())
     sizes = [report.config.data.seq_len, *heads]
     divides = all(size % tokens == 0 for size in sizes)
     if "sequence" in mesh and _rows(report) == parts and mesh["data"] % 2 == 0 and divides:
-        changed = mesh | {"data": mesh["data"] // 2, "sequence": tokens}
+        changed = mesh | {"data": mesh["data"] // 2, "sequence": twice}
         why = "divides each sequence over twice as many devices"
         flags = f"{_mesh_flag(changed)} --set=train.accumulate={2 * parts}"
         found.append(Advice(flags, why, _with_rows(report, 0.5)))
@@ -195,7 +202,7 @@ def _more_shards(report: Preflight) -> list[Advice]:
 
 def _more_chips(report: Preflight) -> list[Advice]:
     """Return advice to use twice as many chips, along the `fsdp` axis."""
-    target, train = report.target, report.config.train
+    target = report.target
     name, sides = target.topology.partition(":")[0], list(target.shape)
     if len(sides) > 1 and math.prod(sides) == 1:
         sides[:2] = [2, 2]
@@ -204,7 +211,7 @@ def _more_chips(report: Preflight) -> list[Advice]:
         sides[shortest] *= 2
     times = math.prod(sides) // math.prod(target.shape)
     mesh = report.mesh | {"fsdp": report.mesh["fsdp"] * times}
-    rows = train.batch_size % (_batch_shards(mesh) * train.accumulate) == 0
+    rows = report.config.train.batch_size % (_batch_shards(mesh) * _parts_in_turn(report)) == 0
     width = report.config.model.width % mesh["fsdp"] == 0
     if math.prod(sides) > target.max_chips or not (rows and width):
         return []

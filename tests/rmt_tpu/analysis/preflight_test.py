@@ -466,6 +466,25 @@ def test_a_pipeline_takes_more_microbatches():
     assert not any("accumulate" in flag or "reversible" in flag for flag in flags(given))
 
 
+def test_a_pipelines_rows_are_whole_microbatches():
+    """Each device's rows must be a multiple of the microbatches, also of a smaller batch."""
+    mesh = dict.fromkeys(("data", "key", "sequence", "tensor", "fsdp"), 1) | {"stage": 2}
+    given = flags(report(work=400.0, mesh=mesh, **{"train.batch_size": 32}))
+    assert "--batch_size=2" in given
+    assert "--topology=v5e:4x8 --mesh=fsdp=2,stage=2" in given, "16 rows in 2 microbatches"
+    most = {"train.batch_size": 32, "train.microbatches": 32}
+    assert not flags(report(work=40.0, mesh=mesh, **most)), "no fewer rows, and none on each device"
+
+
+def test_a_sequence_is_divided_over_the_tensor_axis_too():
+    """16 heads can be divided over 2 x 8 devices, and not over 2 x 16."""
+    axes = dict.fromkeys(("stage", "key", "sequence"), 1) | {"data": 16, "fsdp": 1}
+    changed = {"train.batch_size": 16}
+    assert any("sequence=2" in flag for flag in flags(report(mesh=axes | {"tensor": 8}, **changed)))
+    given = flags(report(mesh=axes | {"tensor": 16}, **changed))
+    assert not any("sequence" in flag for flag in given)
+
+
 def test_no_more_chips_than_a_pod_has():
     largest = report(topology="v5e:16x16", mesh={"data": 256}, **{"train.batch_size": 1024})
     assert not any("topology" in flag for flag in flags(largest))
