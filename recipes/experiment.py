@@ -124,6 +124,12 @@ class _PlanTrainer:
         if _OUTCOMES.value is not None:
             outcomes_folder, name = _outcomes_file(_OUTCOMES.value)
             records = Records(outcomes_folder, name, self.text.checksum())
+            if records.has_only_other_texts:
+                print(
+                    f"--outcomes={_OUTCOMES.value} has runs, but none that read this text (that of "
+                    "--data=stdlib differs between installations of Python); all runs are trained",
+                    flush=True,
+                )
 
         def configured(config: RunConfig) -> RunConfig:
             config = common.run_config(config)

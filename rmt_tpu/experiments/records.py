@@ -64,6 +64,7 @@ class Records:
     def __init__(self, folder: Folder, name: str, text: int):
         self._folder, self._name, self._text = folder, name, text
         self._found: dict[str, Record] = {}
+        self._texts: set[int] = set()
         self.read()
 
     def read(self) -> None:
@@ -77,13 +78,19 @@ class Records:
         self._is_cut = bool(content) and not content.endswith(b"\n")
         for number, line in enumerate(content.splitlines(), 1):
             try:
-                digest, record = _parsed(line)
+                digest, record, read_text = _parsed(line)
             except (ValueError, KeyError, TypeError):
                 raise RunError(
                     f"{self._folder}/{self._name} line {number} is not the outcome of a run; "
                     "legal: lines that recipes.experiment wrote, one per run"
                 ) from None
             self._found[digest] = record
+            self._texts.add(read_text)
+
+    @property
+    def has_only_other_texts(self) -> bool:
+        """Whether the file has records, all of them of runs that read another text."""
+        return bool(self._texts) and self._text not in self._texts
 
     def find(self, config: RunConfig, grows_from: int | None = None) -> Record | None:
         """Return the record of a run, or None if the file has no record of it.
@@ -114,6 +121,7 @@ class Records:
             "versions": known["versions"],
         }
         self._found[line["digest"]] = record
+        self._texts.add(self._text)
         content = b"\n" * self._is_cut + f"{json.dumps(line)}\n".encode()
         self._is_cut = False
         for seconds in WAITS:
@@ -135,13 +143,13 @@ class Records:
         return hashlib.blake2b(identity.encode(), digest_size=12).hexdigest()
 
 
-def _parsed(line: bytes) -> tuple[str, Record]:
-    """Parse a line of the file into the run's digest and record."""
+def _parsed(line: bytes) -> tuple[str, Record, int]:
+    """Parse a line of the file into the run's digest and record, and its text's checksum."""
     value = json.loads(line)
     loss = value["loss"]
     losses = list(map(float, value["losses"]))
     record = Record(list(map(int, value["steps"])), losses, loss if loss is None else float(loss))
-    return str(value["digest"]), record
+    return str(value["digest"]), record, int(value["text"])
 
 
 def _changed(config: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:

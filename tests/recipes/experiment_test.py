@@ -136,7 +136,13 @@ def test_text_is_one_for_all_runs_of_a_folder(tmp_path):
     error = cli.fail("experiment", *flags, f"--workdir={tmp_path}/runs")
     assert f"--data={text} is not what other runs of this --workdir read (the input" in error
     store = f"--data={tmp_path}/runs/tiny/text"
-    cli.succeed("experiment", *flags[:2], store, flags[3], f"--workdir={tmp_path}/runs")
+    line = {"digest": "", "steps": [4], "losses": [2.5], "loss": 2.5, "text": 7}
+    (tmp_path / "lines.jsonl").write_text(json.dumps(line) + "\n")
+    lines = f"--outcomes={tmp_path}/lines.jsonl"
+    out = cli.succeed(
+        "experiment", *flags[:2], store, flags[3], f"--workdir={tmp_path}/runs", lines
+    ).stdout
+    assert f"{lines} has runs, but none that read this text" in out
     (tmp_path / "runs/tiny/text.json").write_text("1")
     error = cli.fail("experiment", *flags[:2], store, f"--workdir={tmp_path}/runs")
     assert f"{store} is not the text that the runs of {tmp_path}/runs/tiny read" in error

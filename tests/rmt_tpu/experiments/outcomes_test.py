@@ -261,7 +261,10 @@ def test_a_record_is_written_after_that_of_another_process(tmp_path, monkeypatch
     records.Records(folder, "lines.jsonl", 7).add("a/seed-0", CONFIG, record)
     assert not refused
     assert records.Records(folder, "lines.jsonl", 7).find(CONFIG) == record
-    assert records.Records(folder, "lines.jsonl", 8).find(CONFIG) is None, "of other text"
+    other = records.Records(folder, "lines.jsonl", 8)
+    assert other.find(CONFIG) is None and other.has_only_other_texts
+    assert not records.Records(folder, "lines.jsonl", 7).has_only_other_texts
+    assert not records.Records(folder, "none.jsonl", 8).has_only_other_texts, "it has no runs"
     seed = overrides.apply(CONFIG, {"train.seed": 5})
     elsewhere = overrides.apply(CONFIG, {"data.source": "gs://b/c", "train.log_every": 9})
     less = overrides.apply(CONFIG, {"train.eval_tokens": 64})
@@ -276,7 +279,7 @@ def test_a_record_is_written_after_that_of_another_process(tmp_path, monkeypatch
     for damaged in (
         b"\xff\xfe\n",
         b"[1]\n",
-        b'{"digest": "a", "steps": 5, "losses": "x", "loss": 1}\n',
+        b'{"digest": "a", "steps": 5, "losses": "x", "loss": 1, "text": 7}\n',
     ):
         file.write_bytes(damaged)
         with pytest.raises(RunError, match="line 1 is not the outcome of a run; legal: lines that"):
