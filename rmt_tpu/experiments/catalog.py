@@ -248,8 +248,8 @@ def experiment(name: str) -> Experiment:
 
 
 # Hours are reported for these chips, on the assumption that runs reach this fraction of peak
-# FLOP/s.
-_CHIPS, _SHARE = {"v5p": "TPU v5", "H100": "NVIDIA H100"}, 0.4
+# FLOP/s. That of v5p is not measured.
+_CHIPS = {"v5p": ("TPU v5", 0.4), "H100": ("NVIDIA H100", plan.H100_SHARE)}
 # The FLOP/s that two CPU cores reach on tiny models, from the experiment `ladder` in
 # docs/results.md.
 _CPU = 1.2e10
@@ -266,7 +266,10 @@ def table() -> str:
         for scale in ("tiny", "paper"):
             runs = list(plan.all_runs(e.plan(scale)))
             total = sum(map(plan.flops, runs))
-            hours = {n: total / (_SHARE * cost.peak_flops(chip)) for n, chip in _CHIPS.items()}
+            hours = {
+                name: total / (share * cost.peak_flops(chip))
+                for name, (chip, share) in _CHIPS.items()
+            }
             hours = {"two CPU cores": total / _CPU} if scale == "tiny" else hours
             takes = ", ".join(f"{_hours(seconds)} on {name}" for name, seconds in hours.items())
             about = f"{e.name} | {e.shows} | {e.source}" if scale == "tiny" else " | | "
@@ -274,9 +277,9 @@ def table() -> str:
                 f"| {about} | {scale} | {len(runs)} | {sum(map(plan.tokens, runs)):.2g} | "
                 f"{total:.2g} | {takes} |"
             )
+    shares = " and ".join(f"{share:.0%} of the peak of {n}" for n, (_, share) in _CHIPS.items())
     return (
-        "\n".join(lines)
-        + f"\n\nFLOPs by rmt_tpu.cost. Hours on chips assume {_SHARE:.0%} of their peak; hours on "
+        "\n".join(lines) + f"\n\nFLOPs by rmt_tpu.cost. Hours on chips assume {shares}; hours on "
         "CPU cores are extrapolated from docs/results.md. Experiments share runs."
     )
 

@@ -19,6 +19,9 @@ Point = dict[str, Any]  # A map from dotted config paths to values.
 RATE = "train.optimizer.learning_rate"
 DEPTH_RATE = "train.depth_rate"
 SEEDS = (0, 1, 2)
+# The fraction of an H100's peak FLOP/s that measured train steps reach on average, for estimates of
+# hours (docs/guides/reproduce.md).
+H100_SHARE = 0.23
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ from rmt_tpu.analysis import sweep
 from rmt_tpu.config import START_FIELDS, RunConfig, overrides, presets
 from rmt_tpu.data.prepare import prepare
 from rmt_tpu.errors import UsageError
+from rmt_tpu.experiments.plan import H100_SHARE
 from rmt_tpu.runs.metrics import read_metrics, series
 from rmt_tpu.runs.side_files import STARTS
 from rmt_tpu.runs.workdir import open_checkpoints, read_config
@@ -124,11 +125,10 @@ _TPU = Track(
     start=_NODE,
     flops_per_second=8 * 197e12 * 0.45,
 )
-# Measured train steps reach on average 0.23 of an H100's peak FLOP/s (docs/guides/reproduce.md).
 _GPU = _TPU._replace(
     name="gpu",
     about="one node with 8 H100 GPUs",
-    flops_per_second=8 * 989e12 * 0.23,
+    flops_per_second=8 * 989e12 * H100_SHARE,
 )
 TRACKS = {
     track.name: track

@@ -110,6 +110,16 @@ def test_what_the_papers_rows_cost():
         assert plan.flops(config) - unembedding == pytest.approx(printed, rel=0.015)
 
 
+def test_hours_are_by_the_share_of_the_peak_that_was_measured(monkeypatch):
+    largest = {"rmt-largest": EXPERIMENTS["rmt-largest"]}
+    monkeypatch.setattr(catalog, "EXPERIMENTS", largest)
+    total = sum(map(plan.flops, plan.all_runs(largest["rmt-largest"].plan("paper"))))
+    hours = total / (989e12 * 0.23) / 3600  # docs/guides/reproduce.md has an eighth, for 8 GPUs
+    assert hours == pytest.approx(8 * 11.1, rel=0.01)
+    assert f"{hours:.1f} h on H100 |" in catalog.table()
+    assert "40% of the peak of v5p and 23% of the peak of H100" in catalog.table()
+
+
 def test_arms_of_a_depth_differ_in_what_mixes_alone():
     of = depth.plan("tiny")
     by_name = {arm.name: arm.config for arm in of.arms}
