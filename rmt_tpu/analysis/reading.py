@@ -12,7 +12,7 @@ class ReadingReport(NamedTuple):
 
     Attributes:
       tokens_per_second: the speed of two threads that read as fast as they can.
-      step_tokens_per_second: the speed of the consumer while it does not wait.
+      step_tokens_per_second: the speed of the consumer, including the time that it waits.
       waited: the fraction of the time that the consumer spent waiting for batches.
       batches: the number of batches that were consumed.
       seconds: the duration of the measurement with a consumer, in seconds.
