@@ -30,6 +30,7 @@ from rmt_tpu.training.loss import Loss
 from rmt_tpu.training.optimizer import make_optimizer
 from rmt_tpu.training.step import (
     TrainState,
+    add_up_parts,
     batch_loss,
     initial_state,
     make_gradients,
@@ -196,12 +197,7 @@ def prepare(config: RunConfig, mesh: jax.sharding.Mesh) -> PreparedRun:
     gradients = kernels.per_device(
         make_gradients(config, graphdef, specs, schedule), mesh, in_specs, (specs, replicated)
     )
-    loss = kernels.per_device(
-        lambda params, batch: sharding.add_up(batch_loss(used, params, batch, schedule=schedule)),
-        mesh,
-        in_specs,
-        replicated,
-    )
+    loss = kernels.per_device(_held_out_loss(config, used, schedule), mesh, in_specs, replicated)
     return PreparedRun(
         graphdef=used,
         mesh=mesh,
@@ -239,6 +235,22 @@ def _parameter_specs(mesh: jax.sharding.Mesh, names: Any, virtual: int, shapes: 
     chunked = lambda axes: ("virtual", *axes) if virtual > 1 and axes[0] == "layer" else axes
     placed = jax.tree.map(chunked, names, is_leaf=lambda leaf: isinstance(leaf, tuple))
     return sharding.parameter_specs(mesh, placed, shapes)
+
+
+def _held_out_loss(
+    config: RunConfig, graphdef: nnx.GraphDef, schedule: sharding.Schedule | None
+) -> Callable[[Any, data.Batch], Loss]:
+    """Return the per-device function `PreparedRun.loss`.
+
+    It computes a batch in as many parts as training does, because a run that accumulates gradients
+    has no memory for the activations of a whole batch.
+    """
+
+    def loss(params: Any, batch: data.Batch) -> Loss:
+        of_part = lambda part: batch_loss(graphdef, params, part, schedule=schedule)
+        return sharding.add_up(add_up_parts(of_part, batch, config.train.accumulate))
+
+    return loss
 
 
 def _scores(

@@ -106,6 +106,26 @@ def _batch_loss(decoder, batch, z_loss, schedule, num_texts):
     return sums._replace(objective=objective, aux=aux)
 
 
+def add_up_parts(compute: Callable[[Batch], Any], batch: Batch, parts: int) -> Any:
+    """Return the sum of `compute(part)` over `parts` equal parts of the rows of a batch.
+
+    The parts are computed one after the other, so that the memory for activations is that of one
+    part.
+
+    Args:
+      compute: a function that returns a tree of arrays.
+      batch: arrays [batch, ...]; `parts` divides the number of rows.
+      parts: number of parts.
+    """
+    if parts == 1:
+        return compute(batch)
+    split = jax.tree.map(lambda x: x.reshape(parts, -1, *x.shape[1:]), batch)
+    like = jax.eval_shape(compute, jax.tree.map(lambda x: x[0], split))
+    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), like)
+    add = lambda total, part: (jax.tree.map(jnp.add, total, compute(part)), None)
+    return jax.lax.scan(add, zeros, split)[0]
+
+
 def make_gradients(
     config: RunConfig,
     graphdef: nnx.GraphDef,
@@ -151,17 +171,9 @@ def make_gradients(
             wide = lambda g: g.astype(jnp.promote_types(g.dtype, jnp.float32))
             return jax.tree.map(wide, grads), loss
 
-        if config.train.accumulate == 1:
-            grads, loss = part_gradients(params, batch)
-        else:
-            split = lambda x: x.reshape(config.train.accumulate, -1, *x.shape[1:])
-            add = lambda carry, part: jax.tree.map(jnp.add, carry, part_gradients(params, part))
-            parts = jax.tree.map(split, batch)
-            like = jax.eval_shape(part_gradients, params, jax.tree.map(lambda x: x[0], parts))
-            zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), like)
-            (grads, loss), _ = jax.lax.scan(
-                lambda carry, part: (add(carry, part), None), zeros, parts
-            )
+        grads, loss = add_up_parts(
+            lambda part: part_gradients(params, part), batch, config.train.accumulate
+        )
         return sharding.add_up(grads, specs), sharding.add_up(loss)
 
     return gradients

@@ -333,6 +333,17 @@ def test_accumulated_parts_are_the_whole_batch(store):
         np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-7)
 
 
+def test_an_evaluation_holds_no_more_rows_than_a_part_of_a_step():
+    """A run that accumulates has no memory for the activations of a whole batch."""
+    batch = models.batch(8)
+    whole, state, _ = prepared(run_config())
+    parts = prepare(run_config(accumulate=4), whole.mesh)
+    program = str(jax.make_jaxpr(parts.loss)(state.params, batch))
+    assert "f32[2,11," in program and "f32[8,11," not in program
+    one, four = (jax.jit(run.loss)(state.params, batch) for run in (whole, parts))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), one, four)
+
+
 @pytest.mark.slow
 def test_parts_add_up_in_float64_too():
     with jax.enable_x64(True):
