@@ -26,8 +26,8 @@ because rounding may send a token to a different expert.
 Parameters that both models share exist only once. The comparison needs additional memory for the
 parameters that only the trained model has and for a chunk of logits. It also needs memory for one
 text of at most 512 tokens per device; in a pipeline, for one such text per microbatch. The
-comparison is skipped if a device has less memory. It is also skipped if the trained model is of a
-run that has deleted the checkpoint by then.
+comparison is skipped if a device of any process has less memory. It is also skipped if the trained
+model is of a run that has deleted the checkpoint by then.
 """
 
 import dataclasses
@@ -47,6 +47,7 @@ from rmt_tpu import config as cfg
 from rmt_tpu import data, memory
 from rmt_tpu.cores.experts import dropless
 from rmt_tpu.decoder import Decoder
+from rmt_tpu.distributed import processes
 from rmt_tpu.errors import RunError
 from rmt_tpu.execution import kernels
 from rmt_tpu.layers.data_vectors import concatenate
@@ -113,7 +114,9 @@ def report(
         return
     try:
         comparison = _Comparison(config, run, warm_start)
-        if shortage := comparison.shortage():
+        # Processes may have different amounts of memory, but all must compare, or none.
+        shortages = processes.exchange(comparison.shortage() or "", "comparing logits")
+        if shortage := next(filter(None, shortages), None):
             log(f"{line}; logits are not compared: {shortage}")
             return
         source_params = warm_start.source_params(params, comparison.like)

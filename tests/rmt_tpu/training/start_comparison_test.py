@@ -12,6 +12,7 @@ from rmt_tpu import data
 from rmt_tpu.config import overrides
 from rmt_tpu.config.presets import run as preset_run
 from rmt_tpu.data import ByteTokenizer
+from rmt_tpu.distributed import processes
 from rmt_tpu.errors import RunError
 from rmt_tpu.hub.folder import export
 from rmt_tpu.runs import workdir
@@ -208,6 +209,16 @@ def logits(model, params, windows):
     batch = windows.batch_at(0, np.array([0]))
     decoder = nnx.merge(graph, traverse_util.unflatten_dict(own))
     return jax.jit(decoder.__call__)(batch.inputs, segment_ids=batch.segment_ids)
+
+
+def test_no_process_compares_if_another_one_has_too_little_memory(
+    config, hub, windows, monkeypatch
+):
+    """Its devices would wait for those of the other process for ever."""
+    short = "that needs at least 138.0 MB on each device, which has 100.0 MB"
+    monkeypatch.setattr(processes, "exchange", lambda own, what: [own, short])
+    line = said(overrides.apply(config, ATTENTION), hub, windows)
+    assert line.endswith(f"; logits are not compared: {short}")
 
 
 def test_what_cannot_be_compared_is_said(config, hub, windows, monkeypatch):
