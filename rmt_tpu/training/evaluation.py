@@ -2,6 +2,7 @@
 
 import copy
 import math
+import zlib
 from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -168,6 +169,18 @@ class TaskMetrics:
         )
         for asked in self._asked:
             self._scorer.check(asked.source.name, asked.requests, flag="seq_len")
+
+    def checksum(self) -> int:
+        """Return the CRC-32 of the tokens of all requests, or 0 without tasks.
+
+        All processes must have the same requests, because each takes part in every batch.
+        """
+        crc32 = 0
+        for request in (request for asked in self._asked for request in asked.requests):
+            for tokens in request.context, request.continuation:
+                crc32 = zlib.crc32(np.ascontiguousarray(tokens, np.int32), crc32)
+                crc32 = zlib.crc32(len(tokens).to_bytes(4, "little"), crc32)
+        return crc32
 
     def __call__(self, params: Any) -> dict[str, float]:
         """Return the scores of all tasks, with standard errors, for the given parameters."""

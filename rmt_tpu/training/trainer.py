@@ -213,8 +213,8 @@ def _prepare(
     datasets = read_text(config, folder, tokenizer, warm_start)
     mixture = datasets.train if isinstance(datasets.train, data.Mixture) else None
     text = Text(tokenizer, datasets.train.checksum(), datasets.train, mixture)
-    _check_agreement(config, from_step, text.checksum)
     tasks = TaskMetrics(run, config, tokenizer)
+    _check_agreement(config, from_step, text.checksum, tasks.checksum())
     return LoopInputs(config, run, text, datasets, tasks), warm_start
 
 
@@ -281,16 +281,18 @@ def _checkpointer(folder: Folder, config: RunConfig, progress: TrainingProgress)
     )
 
 
-def _check_agreement(config: RunConfig, from_step: int | None, data_checksum: int) -> None:
+def _check_agreement(
+    config: RunConfig, from_step: int | None, data_checksum: int, tasks_checksum: int
+) -> None:
     """Check that all processes have the same config and data; otherwise they could deadlock.
 
     Raises:
-      UsageError: the config or the data differs between this process and process 0.
+      UsageError: the config, the data or the tasks differ between this process and process 0.
     """
     if processes.num_processes() == 1:
         return
     flags = overrides.to_json(config) | {"--from_step": from_step}
-    own = {"config": flags, "data": data_checksum}
+    own = {"config": flags, "data": data_checksum, "tasks": tasks_checksum}
     first = processes.from_first(own, "the run's config")
     if different := overrides.differences(first["config"], json.loads(json.dumps(own["config"]))):
         raise UsageError(
@@ -302,6 +304,11 @@ def _check_agreement(config: RunConfig, from_step: int | None, data_checksum: in
         raise UsageError(
             f"{flag} does not give the same tokens on process {processes.process_id()} as on "
             "process 0; give all processes the same files"
+        )
+    if first["tasks"] != own["tasks"]:
+        raise UsageError(
+            f"--eval_data_dir={config.train.eval_data_dir} does not give the same documents on "
+            f"process {processes.process_id()} as on process 0; give all processes the same files"
         )
 
 

@@ -1,5 +1,6 @@
 """Several processes train as one: the same numbers, checkpoints, stops, and clear ends."""
 
+import json
 import os
 import shutil
 import socket
@@ -236,6 +237,21 @@ def test_text_that_differs_is_noticed(tmp_path):
     (first, _, told), (second, _, own) = cli.launch(2, *flags, first=("", change))
     assert (first, second) == (1, 2), told + own
     reason = f"--data={cli.TEXT} does not give the same tokens on process 1 as on process 0"
+    assert f"error: process 1: {reason}" in told and f"error: {reason}" in own
+
+
+@pytest.mark.slow
+def test_tasks_that_differ_are_noticed(tmp_path):
+    """A process with fewer documents would take part in fewer batches, and the others wait."""
+    line = json.dumps({"query": "the quick", "choices": ["brown", "fox"], "gold": 0})
+    (tmp_path / "piqa.jsonl").write_text(f"{line}\n" * 4)
+    fewer = "lambda task, **more: all(task, **(more | {'limit': 2}))"
+    change = f"import rmt_tpu.training.evaluation as e; all = e.read_task; e.read_task = {fewer}"
+    asked = "--eval_tasks=piqa", f"--eval_data_dir={tmp_path}"
+    flags = (*TRAIN, *asked, LARGE[0], f"--workdir={tmp_path}/run")
+    (first, _, told), (second, _, own) = cli.launch(2, *flags, first=("", change))
+    assert (first, second) == (1, 2), told + own
+    reason = f"--eval_data_dir={tmp_path} does not give the same documents on process 1 as on proc"
     assert f"error: process 1: {reason}" in told and f"error: {reason}" in own
 
 
