@@ -96,7 +96,9 @@ class GcsFolder(Folder):
         if write:
             probe = self._blob(f".write_probe-{uuid.uuid4().hex[:8]}")
             probe.upload_from_string(b"", **retry_options)
-            probe.delete(**retry_options)
+            # If the response to the first request was lost, the repeated one finds no object.
+            with contextlib.suppress(NotFound):
+                probe.delete(**retry_options)
 
     def kvstore(self) -> dict[str, Any]:
         """Return the spec of tensorstore's `gcs` driver."""

@@ -223,6 +223,12 @@ class TestLostAnswers:
         assert gs.delete("a", generation=generation)
         assert gs.read("a") is None
 
+    def test_of_check(self, server, gs):
+        """The probe is gone when its deletion is asked for again: the bucket is there."""
+        self.lose(server, method="DELETE")
+        gs.check(write=True)
+        assert server.names(server.bucket) == []
+
     def test_of_read_write_and_names(self, server, gs):
         self.lose(server, times=2)
         gs.write("a", b"1")
