@@ -9,6 +9,7 @@ _NO_PROGRAMS = (
     "__init__",
     "__main__",
     "common",
+    "effects",
     "local",
     "members",
     "program",

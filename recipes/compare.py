@@ -17,7 +17,7 @@ import time
 
 from absl import flags
 
-from recipes import common, program, several
+from recipes import common, effects, program, several
 from rmt_tpu.config.presets import presets
 from rmt_tpu.errors import UsageError, flag_errors, unknown
 from rmt_tpu.storage import Folder, open_folder
@@ -50,6 +50,7 @@ def main() -> int:
         base = dataclasses.replace(shared, model=common.base_config(name, None).model)
         stored_config = several.stored_config_within(folder.child(name))(name)
         configs[name] = common.run_config(common.with_warm_start(base, stored_config))
+        effects.check_effects(configs[name])
     runs = {
         name: several.seed_trials(name, config, folder.child(name), seeds)
         for name, config in configs.items()

@@ -30,7 +30,7 @@ import sys
 
 from absl import flags
 
-from recipes import common, local, program
+from recipes import common, effects, local, program
 from rmt_tpu.errors import RunError, UsageError
 
 common.define_model_flags()
@@ -78,6 +78,7 @@ def main() -> int:
     """Compile a run's program for a pod, print a report, and return 0 if it fits, otherwise 1."""
     name, base = common.selected_config()
     config = common.run_config(base)
+    effects.check_effects(config)
     if config.train.init_from:
         from rmt_tpu.runs.warm_start import WarmStart
 

@@ -16,7 +16,7 @@ from collections.abc import Callable
 
 from absl import flags
 
-from recipes import common, program, several
+from recipes import common, effects, program, several
 from rmt_tpu.config import RunConfig
 from rmt_tpu.config.presets import presets
 from rmt_tpu.errors import UsageError, flag_errors, unknown
@@ -72,6 +72,7 @@ def main() -> int:
     for name in names:
         config = speedrun.entry(track, common.base_config(name, None), source)
         config = common.run_config(config)
+        effects.check_effects(config)
         # A speedrun does not use samples, and generating them takes time.
         training = dataclasses.replace(config.train, sample_tokens=0)
         config = dataclasses.replace(config, train=training)

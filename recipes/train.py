@@ -17,7 +17,7 @@ import threading
 
 from absl import flags
 
-from recipes import common, members, program
+from recipes import common, effects, members, program
 from rmt_tpu.config import RunConfig
 from rmt_tpu.errors import UsageError, flag_errors
 from rmt_tpu.storage import Folder, open_folder
@@ -70,6 +70,7 @@ def main() -> int:
 def _train(notice: signals.ExitNotice) -> int:
     name, base = common.selected_config(_stored_config)
     config = common.run_config(base)
+    effects.check_effects(config)
     if flags.FLAGS.config and _WORKDIR.value is None and not _DRY_RUN.value:
         raise UsageError(f"--config={name} needs --workdir")
     folder = _folder(name)

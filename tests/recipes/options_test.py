@@ -249,6 +249,16 @@ REFUSED = {
     ),
     "temperature": ("generate", ["--workdir=x", "--temperature=nan"], "--temperature=nan must be"),
     "generate's seed": ("generate", ["--workdir=x", "--seed=-1"], "--seed=-1 must be at least 0"),
+    "chunks of no pipeline": (
+        "train",
+        ["--mesh=data=1", "--set=train.virtual_stages=2"],
+        "--set=train.virtual_stages=2 has no effect on this run; legal: a pipeline, like",
+    ),
+    "a decay of a cosine": (
+        "compare",
+        ["--set=train.optimizer.decay_fraction=0.1"],
+        "--set=train.optimizer.decay_fraction=0.1 has no effect on this run; legal: --set=train.op",
+    ),
     "float64": (
         "train",
         ["--set=model.compute_dtype=float64"],
