@@ -18,6 +18,7 @@ as usual. Steps count if they change parameters: skipped steps do not. The optim
 same arrays as without frozen parameters, so both config fields may change when a run resumes.
 """
 
+from collections.abc import Sequence
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
@@ -135,6 +136,31 @@ def freeze_of(config: TrainConfig, roles: Any) -> Freeze | None:
         )
     warmup = max(1, round(config.optimizer.warmup_fraction * config.steps))
     return Freeze(frozen, config.freeze_steps, warmup)
+
+
+def check_change(config: TrainConfig, changes: Sequence[str], updates: int) -> None:
+    """Check that a change of `freeze` or `freeze_steps` freezes something from now on.
+
+    Frozen parameters may be set free at once, with `freeze_steps` equal to `updates`.
+
+    Args:
+      config: the config of training.
+      changes: a line for each field that differs from the config that the run had so far.
+      updates: number of steps that have changed parameters so far.
+
+    Raises:
+      UsageError: the steps in which the parameters are frozen are over.
+    """
+    fields = [change.partition(" ")[0] for change in changes]
+    has_other_patterns = any(f"{field}.".startswith(f"{_FIELD}.") for field in fields)
+    if config.freeze_steps is None or not (has_other_patterns or f"{_FIELD}_steps" in fields):
+        return
+    first = updates + 1 if has_other_patterns else updates
+    if config.freeze_steps < first:
+        raise UsageError(
+            f"{_FIELD}_steps={config.freeze_steps} counts from the first step of the run, which "
+            f"has done {updates}, so that nothing would be frozen; legal: {first} or more, or null"
+        )
 
 
 def is_frozen(path: str, patterns: tuple[str, ...]) -> bool:

@@ -28,6 +28,7 @@ from rmt_tpu.training.run import PreparedRun, prepare, resolve_auto
 from rmt_tpu.training.spikes import GoBack
 from rmt_tpu.training.start import (
     SavedRun,
+    Start,
     Text,
     checkpoint_meta,
     go_back,
@@ -157,7 +158,7 @@ def _train(
         start = restore_or_init(
             inputs.model, saved, inputs.text, warm_start, back_step, progress.log
         )
-        _check_steps(config, folder, start.step)
+        _check_steps(config, folder, start, changes)
         inputs = inputs.continuing(start := start.after(options.back))
         if back_step is not None:
             go_back(folder, checkpoints, back_step, progress.log)
@@ -177,17 +178,22 @@ def _train(
         return loop.run(profile_steps, folder, options.on_saved, options.stop_loss)
 
 
-def _check_steps(config: RunConfig, folder: Folder, step: int) -> None:
-    """Check that the run has not done more steps than its config asks for.
+def _check_steps(
+    config: RunConfig, folder: Folder, start: Start, changes: workdir.ConfigChanges
+) -> None:
+    """Check that the steps that the run has done leave those that its config asks for.
 
     Raises:
-      UsageError: it has.
+      UsageError: the run has done more steps than that, or a freeze that was changed is over.
     """
-    if step > config.train.steps:
+    if start.step > config.train.steps:
         raise UsageError(
-            f"train.steps={config.train.steps}: {folder} has a checkpoint of step {step}; legal: "
-            f"{step} or more, or an older checkpoint (--from_step)"
+            f"train.steps={config.train.steps}: {folder} has a checkpoint of step {start.step}; "
+            f"legal: {start.step} or more, or an older checkpoint (--from_step)"
         )
+    if start.step:
+        updates = start.step - int(start.state.skipped)
+        freeze.check_change(config.train, changes.lines, updates)
 
 
 def _prepare(

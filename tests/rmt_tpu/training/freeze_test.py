@@ -45,6 +45,22 @@ def test_patterns(patterns, frozen):
     assert {path for path in paths if freeze.is_frozen(path, patterns)} == frozen
 
 
+def test_a_freeze_that_begins_after_its_end_is_refused():
+    """Of a run that has done ten steps: its parameters would all go on to learn."""
+    patterns, steps = "train.freeze is [] there, [...] here", "train.freeze_steps is null there, 9"
+    one_pattern = 'train.freeze.3 is "*/mix/*" there, "*/core/*" here'
+    check = lambda count, *changes: freeze.check_change(
+        TrainConfig(freeze=("*/core/*",), freeze_steps=count), changes, 10
+    )
+    for count, changes in ((9, (patterns, steps)), (10, (one_pattern,)), (9, (steps,))):
+        with pytest.raises(UsageError, match=f"freeze_steps={count} counts from the first step"):
+            check(count, *changes)
+    check(11, patterns, steps)
+    check(10, steps)  # Parameters that were frozen for the whole run learn from now on.
+    check(None, patterns)
+    check(9, "train.steps is 20 there, 30 here")  # The freeze is over as planned.
+
+
 def test_mistakes_are_one_line():
     roles = {"embedding": {"tokens": "embedding"}, "mix": {"load": "load"}}
 
@@ -307,6 +323,9 @@ def test_a_resumed_run_is_the_run_that_was_not_stopped(optimizer, tmp_path, monk
     mixes = {path for path in through[0] if "/mix/" in path}
     assert moved(through[0], through[2]) and moved(through[0], through[2]) <= mixes
     assert moved(through[2], through[3]) >= {*through[0]} - mixes
+    late = overrides.apply(config, {"train.freeze_steps": 5, "train.steps": 7})
+    with pytest.raises(UsageError, match="train.freeze_steps=5 counts from .* has done 6, so that"):
+        trainer.train(late, tmp_path / "run", change_config=True)
     for step in (2, 4):
         trainer.train(config, tmp_path / "run", from_step=step)
         for path, x in params(6).items():
