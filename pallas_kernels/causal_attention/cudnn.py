@@ -13,7 +13,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.custom_batching import custom_vmap
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from pallas_kernels.arguments import read_slices, write_slice
 from pallas_kernels.causal_attention import entries, reference
@@ -182,7 +182,7 @@ def _forward(operands: PartOperands, *, causal: bool, interpret: bool):
     """Return the attention output of one part and each softmax's log-sum-exp."""
     run = _interpreted if interpret else _run_cudnn
     mask = _Mask(causal, operands.window or 0)
-    out, sums = run("forward", mask, *_with_entries(operands))
+    out, sums = run("forward", mask, *_with_entries(operands, causal))
     sums = sums.swapaxes(1, 2)
     if operands.slopes is not None:
         sums = sums - _of_positions(operands)
@@ -193,7 +193,7 @@ def _backward(
     operands: PartOperands, results: ResultsAndCotangent, *, causal: bool, interpret: bool
 ):
     """Return the cotangents of one part's queries, and of its keys and values."""
-    arrays = _with_entries(operands)
+    arrays = _with_entries(operands, causal)
     sums = results.log_sums.astype(jnp.float32)
     if operands.slopes is not None:
         sums = sums + _of_positions(operands)
@@ -206,12 +206,15 @@ def _backward(
     return (d_q * operands.scale).astype(d_q.dtype), operands.like_kv(*d_kv)
 
 
-def _with_entries(operands: PartOperands):
+def _with_entries(operands: PartOperands, causal: bool):
     """Return queries, keys and values of equal size, with extra entries for ALiBi and segments."""
     k, v = operands.keys_and_values
     q, of_masks = (operands.q * operands.scale).astype(operands.q.dtype), []
     if operands.slopes is not None:
-        of_masks.append(entries.of_positions(operands.slopes, k.shape[1], q.dtype))
+        positions = jnp.arange(k.shape[1])[None]
+        if operands.segments is not None and not causal:
+            positions = _of_seen_keys(positions, *operands.segments)
+        of_masks.append(entries.of_positions(operands.slopes, positions, q.dtype))
     if operands.segments is not None:
         of_masks.append(entries.of_segments(*operands.segments, q.dtype))
     q = entries.append_entries(q, *(of_queries for of_queries, _ in of_masks))
@@ -219,6 +222,18 @@ def _with_entries(operands: PartOperands):
     # cuDNN requires queries, keys and values of equal size.
     size = max(q.shape[3], v.shape[3] + -v.shape[3] % 8)
     return tuple(entries.pad_vectors(x, size) for x in (q, k, v))
+
+
+def _of_seen_keys(
+    positions: Int[Array, "1 K"], queries: Int[Array, "B Q"], keys: Int[Array, "B K"]
+) -> Int[Array, "B K"]:
+    """Return the keys' positions, and for keys that no query sees, that of the first seen key.
+
+    An unused entry of a cache lies after the keys that are seen. There, ALiBi's entries could
+    exceed the term that keeps segments apart.
+    """
+    seen = jnp.any(queries[:, :, None] == keys[:, None, :], axis=1)
+    return jnp.where(seen, positions, jnp.argmax(seen, axis=1, keepdims=True))
 
 
 def _of_positions(operands: PartOperands):

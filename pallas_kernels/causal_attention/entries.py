@@ -21,15 +21,17 @@ _APART = 512
 
 
 def of_positions(
-    slopes: Float[Array, " H"], length: int, dtype: jnp.dtype
-) -> tuple[Float[Array, "1 1 H 4"], Float[Array, "1 K 1 4"]]:
-    """Return extra entries for queries and for keys whose dot product is `slope j`."""
+    slopes: Float[Array, " H"], positions: Int[Array, "B K"], dtype: jnp.dtype
+) -> tuple[Float[Array, "1 1 H 4"], Float[Array, "B K 1 4"]]:
+    """Return extra entries for queries and for keys whose dot product is `slope j`.
+
+    `positions` are the positions j of the keys, from 0 to POSITIONS - 1.
+    """
     high = slopes.astype(dtype)
     low = (slopes - high.astype(slopes.dtype)).astype(dtype)
     of_queries = jnp.stack([256 * high, high, 256 * low, low], axis=-1)
-    j = jnp.arange(length)
-    of_keys = jnp.stack([j // 256, j % 256] * 2, axis=-1).astype(dtype)
-    return of_queries[None, None], of_keys[None, :, None]
+    of_keys = jnp.stack([positions // 256, positions % 256] * 2, axis=-1).astype(dtype)
+    return of_queries[None, None], of_keys[:, :, None]
 
 
 def of_segments(

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from pallas_kernels import UnsupportedImplementation, causal_attention
-from pallas_kernels.causal_attention import cudnn
-from pallas_kernels.causal_attention.interface import AttentionOperands
+from pallas_kernels.causal_attention import cudnn, plain
+from pallas_kernels.causal_attention.interface import AttentionOperands, PartOperands
 from pallas_kernels.target import lowering_for
 from tests import cuda
 from tests.pallas_kernels.causal_attention_battery import Battery, Case, arguments, by_tier
@@ -45,6 +45,24 @@ def test_no_weight_goes_to_another_segment():
     one, two = np.asarray(run(qkv, ids)), np.asarray(run(hidden, ids))
     assert 0 < first.sum() < 64
     np.testing.assert_array_equal(one[0, first], two[0, first])
+
+
+def test_alibi_gives_no_weight_to_the_unused_entries_of_a_cache():
+    """They lie after the keys that are seen, where ALiBi's entries would be largest."""
+    rng = np.random.default_rng(0)
+    draw = lambda *shape: rng.normal(size=shape).astype("bfloat16")
+    filled = np.array([64, 3, 0])
+    segments = np.ones((3, 2), np.int32), np.int32(np.arange(256) < filled[:, None])
+    # A slope of 12 over 256 keys is as far as one of 0.75 over a cache of 4096.
+    slopes = np.float32([12, 0.01])
+    given = PartOperands(draw(3, 2, 2, 8), draw(3, 256, 4, 8), 0.3, 64, slopes, segments)
+    out, sums = jax.jit(functools.partial(cudnn.part_forward, interpret=True))(given)
+    want, want_sums = jax.jit(plain.part_forward)(given)
+    wide = lambda x: np.float32(x[:2])
+    np.testing.assert_allclose(wide(out), wide(want), atol=0.02)
+    np.testing.assert_allclose(wide(sums), wide(want_sums), atol=0.02)
+    # The last row has no key, so `merged` must give its result no weight.
+    assert (sums[2] + 64 * slopes < -900).all()
 
 
 def gradients(op, qkv, d_out):
