@@ -69,7 +69,8 @@ class Compiler:
                 found = ptxas_usage(outcome.ptx)
             except CompilerError as error:
                 return Rating(None, words=str(error))
-            use = next((u for name, u in found.items() if name.startswith(problem.kernel)), None)
+            # Another kernel of the same program may have a name that begins with this one.
+            use = found.get(problem.kernel)
             moved = outcome.memory["argument"] + outcome.memory["output"]
             return gpu_rating(use, moved, self._target.bandwidth)
         return tpu_rating(outcome, problem.bytes())

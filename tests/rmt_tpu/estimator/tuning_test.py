@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import time
+import types
 
 import jax
 import jax.numpy as jnp
@@ -207,6 +208,21 @@ def test_what_becomes_of_a_candidate_that_does_not_compile(monkeypatch, outcome,
     assert compiler.rate(given, given.default()) == Refusal(
         fate, str(getattr(outcome, "message", outcome))
     )
+
+
+def test_a_gpus_candidate_is_rated_by_its_own_kernel(monkeypatch):
+    """The program of a large residual's backward pass has a second kernel, with a longer name."""
+    uses = {
+        "key_vector_backward_sums": Usage(255, 0, 256),
+        "key_vector_backward": Usage(64, 0, 256),
+    }
+    program = types.SimpleNamespace(ptx="", memory={"argument": 10**6, "output": 10**6})
+    monkeypatch.setattr(tuning, "Worker", lambda target: Outcomes(target, [program] * 2))
+    monkeypatch.setattr(tuning, "ptxas_usage", lambda ptx: uses)
+    compiler = Compiler(DEVICES["h100"], 1.0)
+    for kernel, use in uses.items():
+        given = problem("cuda", kernel)
+        assert compiler.rate(given, given.default()).words.startswith(f"{use.registers} registers")
 
 
 def test_the_target_of_a_device():
