@@ -191,14 +191,14 @@ class Implementations:
       kernels: maps names to kernel implementations, at most one per platform. Each has a function
         `unsupported(op, *args, **options)`. It returns None if the kernel supports the call, or
         else a one-line reason. A kernel for a platform that is not in `by_default` also has a
-        function `wins(op, *args)`. It returns whether a table or an estimate says that the kernel
-        is faster than `portable`.
+        function `wins(op, *args, **options)`. It returns whether a table or an estimate says that
+        the kernel is faster than `portable`.
       by_default: the platforms whose kernels are known to be faster and are used by default.
       name: the name of the group, which is an argument of `taking_plain`.
       on_request: maps names to further kernel implementations. They are used only if they are
         requested by name. Each has a function `unsupported`, like those in `kernels`.
-      deciding: the names of the options that `unsupported` receives, because they decide whether a
-        kernel supports a call. An option that a call does not have is left out.
+      deciding: the names of the options that `unsupported` and `wins` receive, because they decide
+        whether a kernel supports a call. An option that a call does not have is left out.
     """
 
     portable: Any
@@ -248,7 +248,7 @@ class Implementations:
                 f"{', '.join(self.names)}, or None to choose"
             )
         if implementation is None:
-            platforms = self._default_platforms(op, args)
+            platforms = self._default_platforms(op, args, options)
         elif implementation == "pallas":
             platforms = _possible(self._on)
         else:
@@ -293,7 +293,7 @@ class Implementations:
           For each platform, the name of the implementation, and the reason why the kernel does not
           support the call, or None if it does.
         """
-        platforms = self._default_platforms(op, args)
+        platforms = self._default_platforms(op, args, {})
         names = {_PLATFORMS[name]: name for name in self.kernels}
         refused = self._refused(names, op, args, {})
         return {
@@ -322,7 +322,9 @@ class Implementations:
             for calls in lists:
                 calls.append(called)
 
-    def _default_platforms(self, op: str, args: tuple) -> tuple[Platform, ...]:
+    def _default_platforms(
+        self, op: str, args: tuple, options: Mapping[str, Any]
+    ) -> tuple[Platform, ...]:
         """Return the platforms that use a kernel if no implementation is requested.
 
         These are the platforms in `by_default`, and the platforms whose kernel's `wins` returns
@@ -332,7 +334,8 @@ class Implementations:
         if any(0 in jnp.shape(leaf) for leaf in jax.tree.leaves(args)) or _symbolic(args):
             return by_default
         others = _possible(p for p in self._on if p not in self.by_default)
-        return (*by_default, *(p for p in others if self._on[p].wins(op, *args)))
+        options = self._deciding(options)
+        return (*by_default, *(p for p in others if self._on[p].wins(op, *args, **options)))
 
 
 def _possible(platforms: Iterable[Platform]) -> tuple[Platform, ...]:

@@ -67,7 +67,7 @@ class SeparateMergeRead:
         """Return None, because every call is supported on every platform."""
         return None
 
-    def wins(self, op: str, *operands: Any) -> bool:
+    def wins(self, op: str, *operands: Any, **options: Any) -> bool:
         """Return False, because this is already the portable implementation."""
         return False
 

@@ -124,18 +124,24 @@ def unsupported(
     return None
 
 
-def wins(op: str, operands: SiteOperands | SiteBackward, *others) -> bool:
-    """Return whether a table lists the op's kernel as the fastest for these operands."""
+def wins(
+    op: str, operands: SiteOperands | SiteBackward, *others, dtype: DTypeLike | None = None
+) -> bool:
+    """Return whether a table lists the op's kernel as the fastest for these operands.
+
+    `dtype` is as in `unsupported`.
+    """
     site = operands.site if isinstance(operands, SiteBackward) else operands
-    if _is_plain(op, site) or unsupported(op, operands, *others) is not None:
+    if _is_plain(op, site) or unsupported(op, operands, *others, dtype=dtype) is not None:
         return False
     B, N, K, V = site.residual.shape
+    vectors = site.data.dtype if site.stores else dtype or site.residual.dtype
     key = {
         "K": K,
         "V": V,
         "R": site.store_keys.shape[0] if site.stores else 0,
         "P": site.read_keys.shape[0] if site.reads else 0,
-        "dtype": (site.data if site.stores else site.residual).dtype.name,
+        "dtype": jnp.dtype(vectors).name,
     }
     names = {"key_vector_backward" if op == "backward" else _name(site)}
     if site.residual.dtype == jnp.int16 and site.stores and site.reads:
@@ -354,15 +360,15 @@ def _run(name, kernel, inputs, outputs, blocks: Blocks, flops, *more_grid, inter
 
 
 def _blocks_of(sizes: Sizes, kernel: str, residual: DTypeLike) -> Blocks:
-    """Return the block sizes of a tuning table, or the default ones for an int16 residual.
+    """Return the block sizes of a tuning table, or the default ones for writes in int16.
 
     A product of other block sizes may use another kind of tensor cores, which add in another order,
     so that the backward pass could not undo a write exactly. All default ones use the same kind.
     """
     key = {name: getattr(sizes, name) for name in "KVRP"} | {"dtype": sizes.dtype.name}
-    blocks = default_blocks(kernel, tokens=sizes.T, **key)
-    if residual != jnp.int16:
-        blocks = tuned.look_up(KERNELS[kernel], key, sizes.T, blocks)
+    default = default_blocks(kernel, tokens=sizes.T, **key)
+    fixed = residual == jnp.int16 and sizes.R > 0
+    blocks = tuned.look_up(KERNELS[kernel], key, sizes.T, default, fixed=fixed)
     return blocks._replace(programs=min(blocks.programs, sizes.T))
 
 

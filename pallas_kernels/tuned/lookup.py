@@ -180,7 +180,14 @@ def collecting() -> Iterator[list[Look]]:
         _collectors.lists = tuple(x for x in _collectors.lists if x is not looks)
 
 
-def look_up(kernel: Kernel, key: Mapping[str, Value], tokens: int, default: Blocks) -> Blocks:
+def look_up(
+    kernel: Kernel,
+    key: Mapping[str, Value],
+    tokens: int,
+    default: Blocks,
+    *,
+    fixed: bool = False,
+) -> Blocks:
     """Return the block sizes for a kernel: those of the best table entry, or else `default`.
 
     Args:
@@ -189,21 +196,24 @@ def look_up(kernel: Kernel, key: Mapping[str, Value], tokens: int, default: Bloc
       tokens: the number of tokens. If the tables have no entry for this number, an entry for a
         similar number is used, provided that its block sizes can be compiled for `tokens`.
       default: the block sizes to use if there is no usable entry.
+      fixed: whether to use `default` whatever the tables list. The call is still collected, so that
+        a search finds the kernel and can say whether it is faster than plain JAX.
     """
     device = target().slug
     if target().platform != kernel.platform:
         return default
-    look = _looked_up(kernel, dict(key), tokens, default, device)
+    look = Look(device, kernel, items(key), tokens, default, default)
+    look = look if fixed else _with_tables(look)
     for looks in getattr(_collectors, "lists", ()):
         if look not in looks:
             looks.append(look)
     return look.chosen
 
 
-def _looked_up(kernel: Kernel, key: dict[str, Value], tokens: int, default, device: str) -> Look:
-    look = Look(device, kernel, items(key), tokens, default, default)
-    for table in tables(device, kernel.name):
-        for entry in table.candidates(device, kernel.name, look.key, tokens):
+def _with_tables(look: Look) -> Look:
+    kernel, tokens = look.kernel, look.tokens
+    for table in tables(look.device, kernel.name):
+        for entry in table.candidates(look.device, kernel.name, look.key, tokens):
             blocks = usable(entry, kernel, tokens, table.name)
             if blocks is not None:
                 return dataclasses.replace(

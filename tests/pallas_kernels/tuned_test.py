@@ -269,6 +269,38 @@ def test_an_int16_residual_is_written_and_undone_by_one_implementation(backward)
     assert won == [backward == "triton"] * 2
 
 
+def test_a_search_finds_the_kernels_of_an_int16_residual():
+    """Writes have the default blocks, whatever a table lists; reads have those of the table."""
+    given = RMT_305M.backward((1, 512), "bfloat16", "int16")
+    found, made = {}, []
+    for name, options in {
+        "key_vector_forward": {},
+        "key_vector_backward": {},
+        "key_vector_read": {"R": 0},
+    }.items():
+        key = RMT_305M._replace(**options)._asdict() | {"dtype": "bfloat16"}
+        kernel = tuned.KERNELS["cuda", name]
+        default = triton_gpu.default_blocks(name, tokens=512, **key)
+        found[name] = default._replace(stages=default.stages + (name == "key_vector_read"))
+        blocks = tuned.items(default._replace(stages=default.stages + 1)._asdict())
+        made.append(
+            Entry("nvidia_h200", name, kernel.version, tuned.items(key), 512, blocks, "measured",
+                  implementation="triton")
+        )  # fmt: skip
+
+    def run(given):
+        stored, _, statistics = triton_gpu.forward(given.site)
+        site = given.site._replace(residual=stored)
+        triton_gpu.backward(given._replace(site=site, statistics=statistics))
+        X, *_, gain, read_keys = site
+        return pallas_kernels.norm_retrieve(X, gain, read_keys, dtype="bfloat16")
+
+    with jax.sharding.use_abstract_mesh(mesh_of("NVIDIA H200")), tuned.collecting() as looks:
+        with tuned.tuned(Table("mine", tuple(made))):
+            jax.eval_shape(run, given)
+    assert {look.kernel.name: look.chosen for look in looks} == found
+
+
 # A hash of the code that a kernel runs, without comments, and the version of its entries. Where the
 # first changes, entries that were tuned for what was there before may not be the best, or mean
 # something else: count the version in `Kernel.version` up, and put both here.
