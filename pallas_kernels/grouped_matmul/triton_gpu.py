@@ -58,9 +58,6 @@ def unsupported(op: str, rows, other, sizes) -> str | None:
         return why
     if rows.dtype not in (jnp.bfloat16, jnp.float32):
         return f"rows of {rows.dtype} (legal: bfloat16 or float32)"
-    width = rows.shape[1] * other.shape[-1] if op == "of_matrices" else other[0].size
-    if max(rows.size, other.size, len(sizes) * width) >= 2**31:
-        return "an array of 2^31 elements or more"
     return None
 
 

@@ -137,6 +137,15 @@ def test_on_gpus_nothing_is_dense_over_groups():
     assert sorted(set(re.findall(r'"(grouped_matmul\w*)"', program))) == KERNELS
 
 
+def test_experts_of_any_size_have_kernels_on_gpus():
+    """Offsets into an array of more than 2^32 bytes have 64 bits."""
+    array = lambda *shape, dtype="bfloat16": jax.ShapeDtypeStruct(shape, dtype)
+    rows, matrices = array(4096, 7168), array(384, 7168, 2048)
+    program = cuda.lowered(grouped_matmul, rows, matrices, array(384, dtype="int32"))
+    assert matrices.size > 2**32 and "grouped_matmul" in program
+    assert "chlo.ragged_dot" not in program
+
+
 @pytest.mark.compile
 @pytest.mark.parametrize(
     "dtype, target",
