@@ -261,7 +261,9 @@ class Implementations:
         if not platforms or any(0 in jnp.shape(leaf) for leaf in jax.tree.leaves(args)):
             return portable(*args)
         on, refused = self._on, self._refused(platforms, op, args, options)
-        self._collect(op, [p for p in platforms if refused[p] is None], args, options)
+        # The portable implementation may take the place of a platform's kernel.
+        served = [p for p in platforms if refused[p] is None and on[p] is not self.portable]
+        self._collect(op, served, args, options)
         args = jax.tree.map(functools.partial(_not_differentiated, op), args)
         kernel = lambda platform: _traced(run(on[platform]))
         if _interpreted.value and "tpu" in platforms and refused["tpu"] is None:

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 import pallas_kernels
-from pallas_kernels.platform import collecting_calls
+from pallas_kernels.platform import collecting_calls, preferring
 from pallas_kernels.shapes import Depth, Heads, KeyVector
 from pallas_kernels.target import lowering_for
 from rmt_tpu.analysis import device_cases_depth as depth
@@ -84,6 +84,16 @@ def test_a_call_becomes_the_case_that_it_is_of(name, case):
     found = {(other.op, other.size): other for other in cases_of(calls, "tpu")[name]}
     assert jax.eval_shape(found[case.op, case.size].inputs) == jax.eval_shape(case.inputs)
     assert not cases_of(calls, "rocm")
+
+
+def test_plain_jax_in_place_of_a_kernel_is_not_compared_with_itself():
+    """On a GPU, "pallas" is plain JAX for this op, so there is nothing to check or to time."""
+    case = depth.merge_read(Depth(2, 1, 512), TOKENS, (16, 32), reads=16)
+    calls = collected(case)
+    assert cases_of(calls, "tpu") and not cases_of(calls, "cuda")
+    with preferring("mosaic_gpu"), collecting_calls() as calls:
+        jax.eval_shape(lambda x: case.function(None, **x), jax.eval_shape(case.inputs))
+    assert "cuda" in calls[0].platforms
 
 
 @pytest.mark.parametrize(
