@@ -125,10 +125,9 @@ def default_blocks(sizes: Sizes, kernel: str) -> Blocks:
     All programs run at once if compiled with jax 0.11.2. With jax 0.10.2, the forward kernel for
     int16 uses more registers, so a multiprocessor cannot run three of its programs.
     """
-    if kernel != "key_vector_backward":
-        return Blocks(min(multiprocessors() * 3, sizes.T), 3)
-    # A multiprocessor has enough registers for two programs.
-    resident = lambda stages: min(2, resident_programs(backward_scratch(sizes, stages)))
+    # A multiprocessor has enough registers for this many programs.
+    most, scratch = (2, backward_scratch) if "backward" in kernel else (3, forward_scratch)
+    resident = lambda stages: min(most, resident_programs(scratch(sizes, stages)))
     stages = 3 if resident(3) == resident(2) else 2
     return Blocks(min(multiprocessors() * resident(stages), sizes.T), stages)
 

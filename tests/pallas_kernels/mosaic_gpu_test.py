@@ -19,8 +19,8 @@ from pallas_kernels.key_vector.interface import (
     Statistics,
 )
 from pallas_kernels.key_vector.mosaic_gpu import Blocks
-from pallas_kernels.key_vector.mosaic_gpu_kernels import Sizes, backward_scratch
-from pallas_kernels.mosaic_gpu import plgpu
+from pallas_kernels.key_vector.mosaic_gpu_kernels import Sizes, backward_scratch, forward_scratch
+from pallas_kernels.mosaic_gpu import plgpu, resident_programs
 from pallas_kernels.platform import UnsupportedImplementation, preferring
 from pallas_kernels.shapes import RMT_305M
 from pallas_kernels.target import lowering_for
@@ -291,6 +291,18 @@ def test_two_backward_programs_share_a_multiprocessor(size, stages):
     with lowering_for(B200):
         blocks = mosaic_gpu.default_blocks(Sizes.of(site, "layernorm", 9), "key_vector_backward")
     assert blocks == (148, 3)  # padded vectors take more memory there, so one program fits
+
+
+@pytest.mark.parametrize(
+    "kind, R, blocks", [(H100, 16, (396, 3)), (H100, 64, (396, 2)), (B200, 16, (444, 2))]
+)
+def test_all_forward_programs_run_at_once(kind, R, blocks):
+    """Three share a multiprocessor, with fewer tokens ahead where the vectors take more memory."""
+    with lowering_for(kind):
+        site = RMT_305M._replace(R=R, P=64).site((16, 512), "bfloat16", "int16")
+        sizes = Sizes.of(site, "layernorm", 9)
+        assert mosaic_gpu.default_blocks(sizes, "key_vector_forward") == blocks
+    assert resident_programs(forward_scratch(sizes, blocks[1])) >= 3
 
 
 # Compilation -------------------------------------------------------------------------------------
