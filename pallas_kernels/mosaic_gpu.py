@@ -28,8 +28,8 @@ _SHARED_MEMORY, _SUMS = 228 * 1024, 512
 # The slugs (short names) of GPUs by compute capability. Both kinds have a copy engine (TMA); only
 # the first has the matrix instructions `wgmma`.
 _SLUGS = {
-    "9.0": re.compile(r"nvidia_(gh200|h100|h200|h20|h800)(_|$)"),
-    "10.0": re.compile(r"nvidia_(gb200|b200)(_|$)"),
+    "9.0": re.compile(r"nvidia_(gh200|h100|h200|h20|h800)(_|-|$)"),
+    "10.0": re.compile(r"nvidia_(gb200|b200|b100)(_|-|$)"),
 }
 
 

@@ -223,7 +223,8 @@ def test_what_is_unsupported_is_said():
 @pytest.mark.parametrize(
     "kind, runs",
     [(H100, True), ("NVIDIA H200", True), ("NVIDIA GH200 480GB", True), ("cpu", True)]
-    + [(B200, True), (A100, False), ("NVIDIA H1000", False)],
+    + [("NVIDIA H20-3e", True), (B200, True), ("NVIDIA B100", True)]
+    + [(A100, False), ("NVIDIA H1000", False)],
 )
 def test_gpus_without_the_instructions_are_refused(kind, runs):
     with lowering_for(kind):
