@@ -48,6 +48,9 @@ from rmt_tpu.layers.parameters import Seed, gain, parameter
 _EPSILON = 1e-20
 # Histograms cover margins from -_SPAN to _SPAN (see `Experts.seen`).
 _SPAN = 2.0
+# A margin x is in the bin of `(x / _SPAN)^(1 / power)`, with the power for the kind of scores. A
+# softmax over E experts gives scores of order 1 / E. Equal bins would be as wide as such scores.
+_POWERS = {"sigmoid": 1, "softmax": 3}
 
 
 class Routing(NamedTuple):
@@ -86,7 +89,8 @@ class Experts(Core):
         steps in which it fell. The bias is this value times the rule's rate.
       seen: [E, bins], each expert's histogram of the tokens of the last batch; None unless the rule
         is `Quantiles`. A bin contains the share of tokens whose margin falls into it. The margin is
-        the expert's score minus the highest biased score that the token did not choose.
+        the expert's score minus the highest biased score that the token did not choose. Bins are
+        equally wide for sigmoid scores, and narrower near 0 for softmax scores.
       w_1: G and U of each expert, [E, D, 2, F], or [E, L, 2, F] for latent experts.
       w_2: W_2 of each expert, [E, F, D] or [E, F, L].
       w_down, w_up: W_down [D, L] and W_up [L, D] with latent experts, or else None.
@@ -207,7 +211,8 @@ class Experts(Core):
             case cfg.SignRule(rate=rate):
                 bias = rate * self.load[...]
             case cfg.Quantiles():
-                bias = _balancing_bias(self.seen[...], self.core.top_k / self.core.num_experts)
+                share = self.core.top_k / self.core.num_experts
+                bias = _balancing_bias(self.seen[...], share, self.core.scores)
             case cfg.BalanceLoss():
                 bias = jnp.zeros(self.core.num_experts)
         return jax.lax.stop_gradient(bias)
@@ -236,7 +241,7 @@ class Experts(Core):
             case cfg.Quantiles():
                 just_not = jax.lax.top_k(biased, min(top_k + 1, count))[0][..., -1:]
                 above = jax.lax.stop_gradient(scores - just_not).reshape(-1, count)
-                loss += _zero_with_gradient(self.seen, _histogram(above))
+                loss += _zero_with_gradient(self.seen, _histogram(above, self.core.scores))
             case cfg.BalanceLoss(weight=weight):
                 # Loads are needed for whole sequences, but the tokens of a sequence may be sharded.
                 shares = scores / jnp.sum(scores, axis=-1, keepdims=True)
@@ -333,14 +338,18 @@ def _zero_with_gradient(parameter, gradient):
     return jnp.sum(gradient * (parameter[...] - jax.lax.stop_gradient(parameter[...])))
 
 
-def _histogram(above: Float[Array, "tokens experts"]) -> Float[Array, "experts bins"]:
-    """Count the tokens in each bin, for each expert.
+def _histogram(
+    above: Float[Array, "tokens experts"], scores: str = "sigmoid"
+) -> Float[Array, "experts bins"]:
+    """Count the tokens in each bin, for each expert; `scores` is the kind of the scores.
 
     A bin's number is split into two digits, whose one-hot encodings are multiplied. On TPUs, this
     matrix product is faster than a scatter.
     """
     bins = cfg.HISTOGRAM_BINS
     digit = math.isqrt(bins)
+    if _POWERS[scores] == 3:
+        above = _SPAN * jnp.cbrt(above / _SPAN)
     at = jnp.clip((above + _SPAN) * (bins / (2 * _SPAN)), 0, bins - 1).astype(jnp.int32)
     one_hot = lambda x: jax.nn.one_hot(x, digit, dtype=jnp.bfloat16)
     counts = jnp.einsum(
@@ -352,11 +361,13 @@ def _histogram(above: Float[Array, "tokens experts"]) -> Float[Array, "experts b
     return counts.reshape(-1, bins)
 
 
-def _balancing_bias(seen: Float[Array, "experts bins"], share: float) -> Float[Array, " experts"]:
+def _balancing_bias(
+    seen: Float[Array, "experts bins"], share: float, scores: str = "sigmoid"
+) -> Float[Array, " experts"]:
     """Return biases that make a fraction `share` of the tokens choose each expert.
 
-    `seen` is the histogram described in `Experts`. The biases are shifted to mean 0, which does not
-    affect the choice of experts.
+    `seen` is the histogram described in `Experts`, of scores of the kind `scores`. The biases are
+    shifted to mean 0, which does not affect the choice of experts.
     """
     bins = seen.shape[-1]
     # This is the share of tokens at or above the lower edge of each bin.
@@ -368,4 +379,5 @@ def _balancing_bias(seen: Float[Array, "experts bins"], share: float) -> Float[A
     at_bin = lambda x: jnp.take_along_axis(x, at, axis=1)
     within = (at_bin(above) - target_share) / jnp.maximum(at_bin(seen), jnp.finfo(seen.dtype).tiny)
     edge = (at + jnp.clip(within, 0, 1)) * (2 * _SPAN / bins) - _SPAN
+    edge = _SPAN * (edge / _SPAN) ** _POWERS[scores]
     return -(edge - jnp.mean(edge))[:, 0]

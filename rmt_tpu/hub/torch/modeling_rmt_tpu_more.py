@@ -284,6 +284,8 @@ def balance_bias(p, core):
     at = (above >= target).sum(1, keepdim=True) - 1
     within = (above.gather(1, at) - target) / seen.gather(1, at).clip(torch.finfo(seen.dtype).tiny)
     edge = (at + within.clip(0, 1)) * (4 / seen.shape[1]) - 2
+    if core.scores == "softmax":  # bins of softmax scores are narrower near 0
+        edge = 2 * (edge / 2) ** 3
     return (edge.mean() - edge)[:, 0]
 
 

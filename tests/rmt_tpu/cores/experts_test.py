@@ -207,6 +207,27 @@ def test_quantiles_are_of_scores_above_that_of_the_first_expert_not_chosen():
     np.testing.assert_array_equal(jax.jit(jax.grad(told))(params["seen"]), want)
 
 
+def test_quantiles_balance_the_small_scores_of_a_softmax_over_many_experts():
+    """Scores are near 1 / 128, and bins of equal width would be half as wide."""
+    core = cfg.Experts(128, 4, 1, shared=0, scores="softmax", balance=cfg.Quantiles())
+    graphdef, params = core_of(core)
+    rng = np.random.default_rng(0)
+    scores = jax.nn.softmax(jnp.float32(rng.normal(size=(1, 4000, 128)) + rng.normal(size=128)))
+
+    def told(params):
+        made = nnx.merge(graphdef, params)
+        biased = scores + made._bias()
+        return made._balance_loss(scores, biased, made._route(scores, biased))
+
+    step, most = jax.jit(jax.grad(told)), []
+    for _ in range(6):
+        gradients = step(params)
+        params = params | {"seen": gradients["seen"] / 4000}
+        most.append(128 * float(gradients["load"].max()) / (4 * 4000))
+    assert most[0] > 5
+    assert most[-1] < 1.2
+
+
 def test_the_loss_of_balance_is_one_where_loads_are_even():
     graphdef, params = core_of(cfg.Experts(6, 2, 5, balance=cfg.BalanceLoss(0.5)))
     x = tokens()

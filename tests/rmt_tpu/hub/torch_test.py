@@ -175,6 +175,9 @@ MODELS = {
     "normed latent experts": cores(
         (ROTATED, dataclasses.replace(EXPERTS, latent_dim=6, latent_norm=True, scale=2.0))
     ),
+    "softmax by quantiles": cores(
+        (ROTATED, dataclasses.replace(EXPERTS, scores="softmax", balance=cfg.Quantiles()))
+    ),
     "experts alone": cores((ROTATED, dataclasses.replace(EXPERTS, shared=0))),
 }
 
