@@ -148,10 +148,12 @@ def to_fixed_point(
 ) -> Int16[Array, "*shape"]:
     """Convert an array to the int16 fixed-point format of residuals.
 
-    Values are rounded to a multiple of `2^-fraction_bits`, and clipped if they overflow.
+    Values are rounded to a multiple of `2^-fraction_bits`, and clipped if they overflow. A NaN
+    becomes -2^15. No other value does, and ops read it as a residual that has left its range.
     """
     steps = jnp.round(2.0**fraction_bits * residual.astype(_accumulator(residual, residual.dtype)))
-    return jnp.clip(steps, -_LARGEST, _LARGEST).astype(jnp.int16)
+    steps = jnp.where(jnp.isnan(steps), -_LARGEST - 1, jnp.clip(steps, -_LARGEST, _LARGEST))
+    return steps.astype(jnp.int16)
 
 
 def _norm_backward(

@@ -196,6 +196,14 @@ def test_a_slice_may_be_small_but_the_whole_may_not():
     assert jnp.isnan(read(np.float32(1e-5) * X)).all()
 
 
+def test_a_token_that_is_not_a_number_is_none_in_fixed_point():
+    X, w, y, gain, r = map(jnp.asarray, arguments(((1, 3), 4, 4, 2, 2), "float32"))
+    held = pallas_kernels.to_fixed_point(X.at[0, 1].set(jnp.nan))
+    _, z = pallas_kernels.store_norm_retrieve(held, w, y, gain, r, implementation="xla")
+    assert np.isnan(z[0, 1]).all()
+    assert np.isfinite(z[0, ::2]).all()
+
+
 def test_legal_bits():
     args = map(jnp.asarray, arguments(((2,), 4, 4, 2, 2), "float32"))
     with pytest.raises(ValueError, match="fraction_bits=21 must be an integer from 0 to 20"):
