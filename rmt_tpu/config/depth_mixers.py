@@ -62,10 +62,12 @@ class _DepthAttention(BankedSystem):
 
     def __post_init__(self):
         super().__post_init__()
-        if self.query == "none" and not (self.key_norm and self.num_heads == 1):
+        keyless = self.query in ("none", "scalars")
+        if keyless and not (self.key_norm and self.num_heads == 1):
             raise UsageError(
-                f"{type(self).__name__}.query='none' has no keys, but key_norm={self.key_norm} and "
-                f"num_heads={self.num_heads}; legal: key_norm=True and num_heads=1"
+                f"{type(self).__name__}.query={self.query!r} has no keys, but key_norm="
+                f"{self.key_norm} and num_heads={self.num_heads}; legal: key_norm=True and "
+                "num_heads=1"
             )
 
     def check(self, model: Sizes) -> None:
@@ -172,7 +174,7 @@ class _DepthAttention(BankedSystem):
         """
         if self.query == "input":
             return "query='input'; legal: query=static, scalars or none"
-        if self.num_heads > 1 and self.query != "scalars":
+        if self.num_heads > 1:
             return f"num_heads={self.num_heads}; legal: num_heads=1"
         return None
 

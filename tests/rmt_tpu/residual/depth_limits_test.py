@@ -92,6 +92,13 @@ def test_means_have_no_keys():
         cfg.BlockAttention(query="none", key_norm=False)
 
 
+def test_learned_logits_have_no_keys():
+    with pytest.raises(UsageError, match="FullAttention.query='scalars' has no keys.*heads=2;"):
+        cfg.FullAttention(query="scalars", num_heads=2)
+    with pytest.raises(UsageError, match="BlockAttention.query='scalars' has no keys.*=False and"):
+        cfg.BlockAttention(query="scalars", key_norm=False)
+
+
 def test_two_block_sizes_are_refused():
     with pytest.raises(UsageError, match="num_blocks=2 and layers_per_block=1 both set"):
         cfg.BlockAttention(num_blocks=2, layers_per_block=1)
