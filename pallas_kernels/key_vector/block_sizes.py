@@ -140,7 +140,10 @@ def vmem_bytes(op: Op, sizes: Sizes, blocks: BlockSizes) -> int:
         raw = s.V * s.P_padded * tokens * 4 if slab < s.V else 0
         kept = slab * round_up(s.K, sublanes(s.data_dtype)) * tokens * item * s.keeps_operand
         return 2 * (2 * residual + data + retrieved * s.V) + raw + padded + kept + keys
-    moved = (4 if op == "rebuild" else 3) * residual + 2 * data + slab * retrieved
+    # The cotangents of an int16 residual, one read and one written, have the data's dtype.
+    dtype = s.data_dtype if s.residual_dtype == "int16" else s.residual_dtype
+    cotangent = slab * round_up(s.K, sublanes(dtype)) * tokens * jnp.dtype(dtype).itemsize
+    moved = (2 if op == "rebuild" else 1) * residual + 2 * cotangent + 2 * data + slab * retrieved
     moved += slab * s.padded(s.A) * tokens * item
     kept = slab * s.K * tokens * 4 if blocks.keep else 0
     return 2 * moved + slab * retrieved + kept + padded + 3 * keys

@@ -17,7 +17,7 @@ from pallas_kernels.key_vector.block_sizes import BlockSizes, Sizes, choose_bloc
 from pallas_kernels.key_vector.interface import Reread, SiteBackward, SiteOperands, Statistics
 from pallas_kernels.key_vector.mosaic_tpu_call import Walk
 from pallas_kernels.shapes import RMT_305M, RMT_LARGE, TOKENS, KeyVector
-from pallas_kernels.target import Target, lowering_for
+from pallas_kernels.target import Target, lowering_for, target
 from tests.closeness import assert_close, float64
 from tests.pallas_kernels.key_vector_battery import (
     EPSILON,
@@ -140,6 +140,7 @@ SMALL, LARGE = KeyVector(16, 16, 4, 12), RMT_LARGE.before_feed_forward
         ("v5p:2x2x1", (1, 512), RMT_305M._replace(K=4096), "bfloat16", "bfloat16", "rmsnorm"),
         ("v6e:2x2", (1, 1000), KeyVector(48, 16, 14, 42), "int16", "bfloat16", "layernorm"),
         ("v6e:2x2", (2, 256), KeyVector(12, 10, 5, 7), "float32", "float32", "layernorm"),
+        ("v5e:2x2", (2, 512), RMT_305M._replace(K=128), "int16", "float32", "layernorm"),
         ("tpu7x:2x2x1", (1, 256), SMALL, "bfloat16", "bfloat16", "layernorm"),
     ],
     ids=lambda x: "x".join(map(str, x)) if isinstance(x, tuple) else x,
@@ -360,6 +361,17 @@ def test_the_residual_is_read_once_where_a_tile_fits(K, V):
     sizes = Sizes(K, V, 16, 48, "bfloat16", "bfloat16")
     for op in ("forward", "backward"):
         assert choose_block_sizes(op, sizes, 512).slab == V
+
+
+@pytest.mark.parametrize("kind, K", [("TPU v5 lite", 128), ("TPU v5 lite", 256), ("TPU v4", 128)])
+def test_the_float32_cotangents_of_an_int16_residual_fit(kind, K):
+    V, R, P = 64, 16, 48
+    with lowering_for(kind):
+        blocks = choose_block_sizes("rebuild", Sizes(K, V, R, P, "int16", "float32"), 512)
+        limit = target().vmem_limit
+    matrices = blocks.tokens * blocks.slab * K * (2 * (2 + 2 + 4 + 4) + 4 * blocks.keep)
+    vectors = blocks.tokens * blocks.slab * (4 * R + 3 * P) * 4
+    assert matrices + vectors <= limit
 
 
 @SHARED
