@@ -155,7 +155,10 @@ def _filled(batch: int, before: int) -> jax.Array:
 def delta(
     tokens: Tokens, size: Heads, dtype: str = "bfloat16", *, stepwise: bool = False
 ) -> DeviceCase:
-    """Return a test case for linear attention with a gated delta rule.
+    """Return a test case for linear attention with a gated delta rule, over three documents.
+
+    The second document has at most 7 tokens, fewer than a kernel processes at a time. The initial
+    state belongs to the first document.
 
     Args:
       tokens: the number of sequences, and of tokens in each.
@@ -172,7 +175,10 @@ def delta(
         return jnp.asarray(x / np.linalg.norm(x, axis=-1, keepdims=True), dtype)
 
     def inputs():
+        place, second = np.arange(tokens[1], dtype=np.int32), tokens[1] // 3
+        ids = (place >= second).astype(np.int32) + (place >= second + 7)
         return {
+            "segment_ids": jnp.asarray(np.tile(np.int32(ids), (tokens[0], 1))),
             "q": unit(30),
             "k": unit(31),
             "v": normal(32, dtype, *rows, D),
@@ -191,7 +197,7 @@ def delta(
         found = delta_reference.delta_attention(**arrays, scale=1.0)
         return dict(zip(("read", "state"), found, strict=True))
 
-    words = in_words(tokens, dtype, H=heads, D=D)
+    words = in_words(tokens, dtype, H=heads, D=D) + " segments"
     flops = 11 * tokens[0] * tokens[1] * heads * D**2
     reference = recurrence if stepwise else None
     return DeviceCase("delta_attention", words, function, inputs, flops, reference=reference)

@@ -9,6 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from pallas_kernels.shapes import Heads
+from rmt_tpu.analysis import device_cases_layers as layers
 from rmt_tpu.analysis import device_check, device_compare
 from rmt_tpu.analysis.device_cases import cases
 from tests import cli
@@ -67,6 +69,17 @@ def faulty(case):
         inputs=lambda: case.inputs() | {"fault": jnp.int32(0)},
         reference=lambda fault, **inputs: reference(**inputs),
     )
+
+
+def test_linear_attention_that_ignores_documents_is_seen():
+    case = dataclasses.replace(layers.delta((1, 67), Heads(1, 8), stepwise=True), gradients=False)
+    of_one_document = lambda implementation, **inputs: case.function(
+        implementation, **{k: 0 * x if k == "segment_ids" else x for k, x in inputs.items()}
+    )
+    assert device_check.check(case, "xla", timed=False).ok
+    other = dataclasses.replace(case, function=of_one_document)
+    row = device_check.check(other, "xla", timed=False)
+    assert "read" in row.wrong
 
 
 @named(FAST)
