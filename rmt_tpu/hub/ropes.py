@@ -16,7 +16,8 @@ _SCALINGS = {
     scaling.kind: scaling for scaling in (cfg.Llama3Scaling, cfg.LinearScaling, cfg.YarnScaling)
 }
 
-
+# The field with the context length before scaling.
+_ORIGINAL = "original_max_position_embeddings"
 # The YaRN field from which DeepSeek models compute a factor for the attention logits.
 _ALL_DIMS = "mscale_all_dim"
 
@@ -33,14 +34,14 @@ def read_ropes(fields: Fields, family: Family, head_dim: int) -> Ropes:
 
     Newer versions of transformers write `rope_parameters`, which contains the base and the scaling.
     If layers with a window have their own RoPE, it contains one such object for each of the two
-    sorts of layers. `rope_scaling` then applies to layers without a window.
+    sorts of layers. `rope_scaling` then replaces values of the layers without a window. For other
+    model types, `rope_scaling` replaces the whole `rope_parameters`, as in transformers.
 
     Raises:
       UsageError: a field has a value that is not supported.
     """
     if not family.ropes:
-        groups = fields.group("rope_parameters"), fields.group("rope_scaling")
-        rope = _rope(fields, groups, "rope_theta", family, head_dim)
+        rope = _rope(fields, (_group(fields),), "rope_theta", family, head_dim)
         return Ropes(rope, rope)
     newer = fields.holds("rope_parameters", FULL, SLIDING)
     if not newer and fields.has("rope_parameters"):
@@ -83,19 +84,24 @@ def rope_values(family: Family, ropes: Ropes) -> dict[str, Any]:
     }
 
 
+def _group(fields: Fields) -> Fields:
+    """Return the fields in `rope_scaling`, or in `rope_parameters` if there are none."""
+    scaling = fields.group("rope_scaling")
+    return scaling if scaling.names() else fields.group("rope_parameters")
+
+
 def _rope(
     fields: Fields, groups: tuple[Fields, ...], base: str, family: Family, head_dim: int
 ) -> cfg.Rope:
     """Read the RoPE of the layers with a window, or of the layers without a window.
 
-    The base is in `groups[0]`, or else in the model's field named `base`. If several groups have a
-    scaling, the last one is used.
+    The base is in a group, or else in the model's field named `base`. A value in a later group
+    replaces that of an earlier one.
     """
-    scaling = None
+    scaling, theta = None, fields.positive(base, 10_000.0)
     for group in groups:
-        scaling = _scaling(group, fields, PARTIAL_ROPE in family.traits) or scaling
-    theta = fields.positive(base, 10_000.0)
-    for group in groups[:1]:
+        found = _scaling(group, fields, family)
+        scaling = found if group.has("rope_type") or group.has("type") else scaling
         theta = group.positive("rope_theta", theta)
     if family.rotated is None:
         for group in (*groups, fields):
@@ -117,13 +123,15 @@ def _rotated(fields: Fields, head_dim: int, default: float) -> int:
     return dims
 
 
-def _scaling(group: Fields, model: Fields, plain: bool) -> cfg.Scaling | None:
+def _scaling(group: Fields, model: Fields, family: Family) -> cfg.Scaling | None:
     """Return the RoPE scaling in a group of fields, or None if the group has no scaling.
 
-    If the group lacks the context length before scaling, the model's `max_position_embeddings` is
-    used. If `plain` is True, a group with a scaling raises UsageError.
+    The context length before scaling is `original_max_position_embeddings`. As in transformers, the
+    model's own field of this name takes precedence over the group's, unless layers with a window
+    have their own RoPE. If both are missing, the model's `max_position_embeddings` is used. For
+    model types with `PARTIAL_ROPE`, a group with a scaling raises UsageError.
     """
-    kinds = () if plain else _SCALINGS
+    kinds = () if PARTIAL_ROPE in family.traits else _SCALINGS
     for name in ("rope_type", "type"):
         group.only(name, "default", *kinds)
     named = [
@@ -137,7 +145,9 @@ def _scaling(group: Fields, model: Fields, plain: bool) -> cfg.Scaling | None:
     if kind is cfg.LinearScaling:
         return kind(group.positive("factor"))
     most = model.size("max_position_embeddings", 2048)
-    length = group.size("original_max_position_embeddings", most)
+    length = group.size(_ORIGINAL, most)
+    if model.has(_ORIGINAL) and not family.ropes:
+        length = model.size(_ORIGINAL)
     if kind is cfg.YarnScaling:
         return _yarn(group, length, most)
     low, high = group.positive("low_freq_factor"), group.positive("high_freq_factor")
@@ -173,8 +183,7 @@ def read_logit_factor(fields: Fields, rope: cfg.Rope) -> float:
     Raises:
       UsageError: the config has this field, but does not use YaRN, or the number is too large.
     """
-    name = "rope_scaling" if fields.has("rope_scaling") else "rope_parameters"
-    group = fields.group(name)
+    group = _group(fields)
     if not isinstance(rope.scaling, cfg.YarnScaling):
         group.only(_ALL_DIMS, None, 0)
         return 1.0
@@ -210,7 +219,7 @@ def _scaling_values(scaling: cfg.Scaling | None) -> dict[str, Any] | None:
             return {
                 "rope_type": scaling.kind,
                 "factor": scaling.factor,
-                "original_max_position_embeddings": scaling.original_length,
+                _ORIGINAL: scaling.original_length,
                 "beta_fast": scaling.fast,
                 "beta_slow": scaling.slow,
                 "truncate": scaling.whole,
@@ -222,5 +231,5 @@ def _scaling_values(scaling: cfg.Scaling | None) -> dict[str, Any] | None:
                 "factor": scaling.factor,
                 "low_freq_factor": scaling.low,
                 "high_freq_factor": scaling.high,
-                "original_max_position_embeddings": scaling.original_length,
+                _ORIGINAL: scaling.original_length,
             }

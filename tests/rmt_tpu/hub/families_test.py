@@ -324,6 +324,29 @@ def test_later_files_of_olmo3_have_rope_of_each_kind_of_layer():
     assert bases == [900.0, 900.0, 900.0, 700.0, 900.0]
 
 
+def test_rope_scaling_replaces_rope_parameters_as_in_transformers():
+    """Its base too; and the length before scaling may be a field of the model."""
+
+    def rope(kind, **more):
+        found = model_config(COMMON | {"model_type": kind} | more, "x")
+        return [core.positions for core in found.sublayers if core.kind == "attention"]
+
+    linear = {"rope_type": "linear", "factor": 2.0}
+    newer = {"rope_type": "linear", "factor": 3.0, "rope_theta": 50.0}
+    scaled = cfg.Rope(70.0, scaling=cfg.LinearScaling(2.0))
+    for base in ({}, {"rope_parameters": newer}):
+        given = base | {"rope_scaling": linear | {"rope_theta": 70.0}}
+        assert set(rope("llama", **given)) == {scaled}
+    both = {"rope_parameters": newer, "rope_scaling": {"rope_type": "default"}, "rope_theta": 90.0}
+    assert set(rope("llama", **both)) == {cfg.Rope(90.0)}
+    of_full = {"rope_scaling": linear | {"rope_theta": 70.0}, "sliding_window_pattern": 2}
+    assert rope("gemma3_text", **of_full)[:2] == [cfg.Rope(), scaled]
+    yarn = {"rope_type": "yarn", "factor": 2.0}
+    for inside in ({}, {"original_max_position_embeddings": 32}):
+        length = {"original_max_position_embeddings": 16, "rope_scaling": yarn | inside}
+        assert {each.scaling.original_length for each in rope("llama", **length)} == {16}
+
+
 @pytest.mark.parametrize("kind", ["gemma2", "gemma3_text", "olmo3", "ministral", "mistral"])
 def test_no_window_is_written_where_the_kind_has_one_by_default(kind):
     config = CONFIGS[kind] | {"layer_types": ["full_attention"] * 5}
