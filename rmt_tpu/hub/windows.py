@@ -11,7 +11,7 @@ from rmt_tpu.hub.ropes import FULL, SLIDING
 
 # Model types with these values of `Family.windows` do not use `layer_types` to choose layers.
 _UNLISTED = (None, "all")
-# A flag of some model types that enables `sliding_window`.
+# A flag that enables `sliding_window`. Only model types with a default for it have this flag.
 _ON_REQUEST = "use_sliding_window"
 
 
@@ -29,7 +29,7 @@ def read_windows(fields: Fields, family: Family, rotated: list[bool]) -> list[in
     window, count = None, len(rotated)
     if family.windows is None:
         fields.only("sliding_window", None)
-    elif fields.flag(_ON_REQUEST, True) and fields.has("sliding_window"):
+    elif _is_on(fields, family) and fields.has("sliding_window"):
         window = fields.size("sliding_window")
     slides = [False] * count if window is None else _by_default(fields, family, rotated)
     usual = [SLIDING if layer else FULL for layer in slides]
@@ -42,6 +42,10 @@ def read_windows(fields: Fields, family: Family, rotated: list[bool]) -> list[in
     elif listed not in (None, usual):
         raise fields.wrong("layer_types", listed, f"null, or the model type's own choice: {usual}")
     return [window if name == SLIDING else None for name in usual]
+
+
+def _is_on(fields: Fields, family: Family) -> bool:
+    return _ON_REQUEST not in family.absent or fields.flag(_ON_REQUEST)
 
 
 def _by_default(fields: Fields, family: Family, rotated: list[bool]) -> list[bool]:

@@ -347,6 +347,14 @@ def test_rope_scaling_replaces_rope_parameters_as_in_transformers():
         assert {each.scaling.original_length for each in rope("llama", **length)} == {16}
 
 
+@pytest.mark.parametrize("kind", ["mistral", "ministral", "phi3", "olmo3", "gemma2"])
+def test_a_switch_of_other_kinds_does_not_disable_windows(kind):
+    config = CONFIGS[kind] | {"sliding_window": 7}
+    assert 7 in {getattr(core, "window", None) for core in model_config(config, "x").cores}
+    off = config | {"use_sliding_window": False}
+    assert model_config(off, "x") == model_config(config, "x")
+
+
 @pytest.mark.parametrize("kind", ["gemma2", "gemma3_text", "olmo3", "ministral", "mistral"])
 def test_no_window_is_written_where_the_kind_has_one_by_default(kind):
     config = CONFIGS[kind] | {"layer_types": ["full_attention"] * 5}
