@@ -54,6 +54,8 @@ def tokenizer_config(
         "bos_token": names[0],
         "eos_token": names[1],
         "model_max_length": max_length,
+        # By default, transformers 4 also returns token types, which `generate` refuses.
+        "model_input_names": ["input_ids", "attention_mask"],
         **of_template,
     }
 

@@ -366,6 +366,8 @@ def test_names_of_special_tokens_go_out(tmp_path):
     written = json.loads((tmp_path / "hub/tokenizer_config.json").read_text())
     assert (written["bos_token"], written["eos_token"]) == ("<s>", "</s>")
     assert written["add_bos_token"] is True
+    # Else transformers 4 passes token types to `generate`, which refuses them.
+    assert written["model_input_names"] == ["input_ids", "attention_mask"]
     library = tokenizers.Tokenizer.from_file(str(tmp_path / "hub/tokenizer.json"))
     assert library.encode("aa").ids == [1, 0, 0]
     again = rmt_tpu.load(tmp_path / "hub")[1]
