@@ -18,6 +18,8 @@ _SCALINGS = {
 
 # The field with the context length before scaling.
 _ORIGINAL = "original_max_position_embeddings"
+# The field with the base of layers with a window, which Gemma 3 has and OLMo 3 lacks.
+_LOCAL = "rope_local_base_freq"
 # The YaRN field from which DeepSeek models compute a factor for the attention logits.
 _ALL_DIMS = "mscale_all_dim"
 
@@ -52,8 +54,7 @@ def read_ropes(fields: Fields, family: Family, head_dim: int) -> Ropes:
     inside = fields.inside("rope_parameters") if newer else fields
     groups = [(inside.group(name),) if newer else () for name in (FULL, SLIDING)]
     groups[0] += (fields.group("rope_scaling"),)
-    local = "rope_local_base_freq" if fields.has("rope_local_base_freq") else "rope_theta"
-    bases = "rope_theta", local
+    bases = "rope_theta", _LOCAL if fields.has(_LOCAL) else "rope_theta"
     return Ropes(
         *(
             _rope(fields, own, base, family, head_dim)
@@ -71,6 +72,8 @@ def rope_values(family: Family, ropes: Ropes) -> dict[str, Any]:
     values = {"rope_theta": ropes.full.base, "rope_scaling": _scaling_values(ropes.full.scaling)}
     if not family.ropes:
         return values
+    if _LOCAL in family.absent:
+        values[_LOCAL] = ropes.sliding.base
     both = zip((FULL, SLIDING), ropes, strict=True)
     return values | {
         "rope_parameters": {

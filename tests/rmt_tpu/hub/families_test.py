@@ -347,6 +347,15 @@ def test_rope_scaling_replaces_rope_parameters_as_in_transformers():
         assert {each.scaling.original_length for each in rope("llama", **length)} == {16}
 
 
+def test_gemma3_is_written_for_transformers_4_too():
+    """There, windows have RoPE of the base in `rope_local_base_freq`, which is 10,000 if absent."""
+    model = model_config(CONFIGS["gemma3_text"], "x")
+    written = config_values(model, max_length=64, bos=0, ends=[0])
+    assert written["rope_parameters"]["sliding_attention"]["rope_theta"] == 50.0
+    older = {name: x for name, x in written.items() if name != "rope_parameters"}
+    assert older["rope_local_base_freq"] == 50.0 and model_config(older, "x") == model
+
+
 @pytest.mark.parametrize("kind", ["mistral", "ministral", "phi3", "olmo3", "gemma2"])
 def test_a_switch_of_other_kinds_does_not_disable_windows(kind):
     config = CONFIGS[kind] | {"sliding_window": 7}
