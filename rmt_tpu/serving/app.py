@@ -29,7 +29,7 @@ from rmt_tpu.serving.worker import Job, Piece, Worker
 from rmt_tpu.streams import log_line
 
 # A refused client is asked to retry after this number of seconds.
-_RETRY_AFTER = 1
+RETRY_AFTER = 1
 # The body of a request must arrive within this number of seconds.
 BODY_SECONDS = 60
 # A body larger than max_body is still read, up to this multiple of max_body, and then discarded. If
@@ -73,7 +73,7 @@ class Front:
                 Route("/detokenize", self._tokens, methods=["POST"]),
             ],
             exception_handlers={
-                Refusal: self._refused,
+                Refusal: self.refused,
                 HTTPException: _not_found,
                 Exception: _failed,
             },
@@ -199,7 +199,7 @@ class Front:
                 "the server is shutting down and accepts no new requests",
                 status=503,
                 code="ending",
-                retry_after=_RETRY_AFTER,
+                retry_after=RETRY_AFTER,
             )
         if self.texts + texts > self.served.max_texts:
             raise Refusal(
@@ -207,10 +207,11 @@ class Front:
                 "later",
                 status=429,
                 code="queue_full",
-                retry_after=_RETRY_AFTER,
+                retry_after=RETRY_AFTER,
             )
 
-    async def _refused(self, request: Request, refusal: Refusal) -> Response:
+    async def refused(self, request: Request, refusal: Refusal) -> Response:
+        """Return the response to a refused request; the refusal is logged and counted."""
         self.log(f"{request.method} {request.url.path} {refusal.status}: {refusal}")
         if self.metrics is not None:
             self.metrics.refused.labels(str(refusal.status)).inc()

@@ -1,6 +1,7 @@
 """Startup and graceful shutdown of the HTTP server, which needs starlette and uvicorn."""
 
 import asyncio
+import json
 import signal
 import socket
 import time
@@ -8,10 +9,13 @@ from collections.abc import Callable
 from types import FrameType
 
 import uvicorn
+from starlette.requests import Request
+from starlette.types import Receive, Scope, Send
 from uvicorn.protocols.http import h11_impl
 
 from rmt_tpu.errors import RunError, one_line
-from rmt_tpu.serving.app import Front
+from rmt_tpu.serving.app import RETRY_AFTER, Front
+from rmt_tpu.serving.fields import Refusal
 from rmt_tpu.streams import log_line
 
 # At shutdown, slow clients have this number of seconds to receive their responses.
@@ -59,7 +63,8 @@ def serve(
 class Protocol(h11_impl.H11Protocol):
     """A uvicorn HTTP protocol that also closes a connection whose headers arrive too slowly.
 
-    Without this class, uvicorn closes only connections that are idle between two requests.
+    Without this class, uvicorn closes only connections that are idle between two requests. The
+    error for bytes that are not HTTP has OpenAI's format, like all others.
     """
 
     _deadline: asyncio.TimerHandle | None = None
@@ -73,6 +78,20 @@ class Protocol(h11_impl.H11Protocol):
         """Process bytes, and start or cancel the deadline for headers."""
         super().data_received(data)
         self._update_deadline()
+
+    def send_400_response(self, msg: str) -> None:
+        """Answer bytes that are not HTTP with an error, and close the connection."""
+        body = json.dumps(Refusal(msg).to_json()).encode()
+        headers = [
+            (b"content-type", b"application/json"),
+            (b"content-length", str(len(body)).encode()),
+            (b"connection", b"close"),
+        ]
+        h11 = h11_impl.h11
+        response = h11.Response(status_code=400, headers=headers, reason=b"Bad Request")
+        for event in (response, h11.Data(data=body), h11.EndOfMessage()):
+            self.transport.write(self.conn.send(event))
+        self.transport.close()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Cancel the deadline for headers."""
@@ -106,12 +125,11 @@ class Server(uvicorn.Server):
         max_connections: int = CONNECTIONS,
     ):
         config = uvicorn.Config(
-            front.app,
+            # uvicorn's own limit, `limit_concurrency`, would answer with plain text.
+            self._answer,
             loop="asyncio",
             http=Protocol,
-            # uvicorn refuses requests when the number of connections reaches this limit, so the
-            # limit is one more than the maximum.
-            limit_concurrency=max_connections + 1,
+            interface="asgi3",  # uvicorn takes a method for an older interface
             ws="none",
             lifespan="off",
             log_config=None,
@@ -123,7 +141,25 @@ class Server(uvicorn.Server):
         )
         super().__init__(config)
         self.front, self.drain_seconds, self.ready = front, drain_seconds, ready
-        self._end_at_once = False
+        self._end_at_once, self._max_connections = False, max_connections
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer a request with the front end, or with an error if it is on too many connections.
+
+        This method is an ASGI application.
+        """
+        if len(self.server_state.connections) <= self._max_connections:
+            await self.front.app(scope, receive, send)
+            return
+        refusal = Refusal(
+            f"more than {self._max_connections} connections are open; try again later",
+            status=503,
+            code="too_many_connections",
+            retry_after=RETRY_AFTER,
+        )
+        response = await self.front.refused(Request(scope), refusal)
+        response.headers["connection"] = "close"
+        await response(scope, receive, send)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Start accepting requests, and then call `ready`."""

@@ -244,7 +244,10 @@ def test_connections_are_limited(engine):
         second, response = running.request(path="/health")
         assert response.status == 200
         third, response = running.request(path="/health")
-        assert response.status == 503
+        assert response.status == 503 and response.headers["connection"] == "close"
+        told = json.loads(response.read())["error"]
+        assert (told["type"], told["code"]) == ("server_error", "too_many_connections")
+        assert told["message"] == "more than 2 connections are open; try again later"
         third.close()
         second.close()
         until(lambda: len(running.server.server_state.connections) == 1)

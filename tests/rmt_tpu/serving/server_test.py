@@ -1,6 +1,7 @@
-"""Connections whose headers do not come."""
+"""Connections whose headers do not come, or are not HTTP."""
 
 import asyncio
+import json
 import time
 
 import uvicorn
@@ -43,3 +44,10 @@ def test_headers_that_do_not_come_are_not_waited_for(monkeypatch):
         assert asyncio.run(held(*sent, pause=0.1))[0] == b""
     told, _ = asyncio.run(held(whole, half, pause=0.1))
     assert told.count(b"200 OK") == 1
+
+
+def test_what_is_not_http_gets_an_error_in_the_same_format():
+    told, _ = asyncio.run(held(b"no http\r\n\r\n"))
+    head, _, body = told.partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 400 ") and b"content-type: application/json" in head
+    assert json.loads(body)["error"]["type"] == "invalid_request_error"
