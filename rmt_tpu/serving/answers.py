@@ -116,13 +116,23 @@ class Answer:
         tops = []
         for token, log, likeliest, _ in scored:
             ranked = None if likeliest is None else [*likeliest, (token, log)]
-            tops.append(ranked and {self._text(t): _finite(x) for t, x in ranked})
+            tops.append(ranked and self._by_text(ranked))
         return {
             "tokens": [self._text(each.token) for each in scored],
             "token_logprobs": [_finite(each.log) for each in scored],
             "top_logprobs": tops,
             "text_offset": [each.offset for each in scored],
         }
+
+    def _by_text(self, ranked: list[tuple[int, float]]) -> dict[str, float | None]:
+        """Return the log-probability of each text; the tokens are in descending order.
+
+        Several tokens may have the same text, such as special tokens. The likeliest one counts.
+        """
+        logs: dict[str, float | None] = {}
+        for token, log in ranked:
+            logs.setdefault(self._text(token), _finite(log))
+        return logs
 
     def _text(self, token: int) -> str:
         """Return a token's text, or a substitute if the token alone is not valid text.

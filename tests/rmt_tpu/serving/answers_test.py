@@ -93,6 +93,17 @@ def test_tokens_that_no_text_has():
     assert whole["choices"][0]["logprobs"]["top_logprobs"] == [{"token:300": -0.5, "a": -1.0}]
 
 
+def test_of_tokens_with_the_same_text_the_likeliest_is_told():
+    """Clients look for the likeliest text of all, and special tokens all have an empty one."""
+    library = tokenizers.Tokenizer(tokenizers.models.BPE({"a": 0, "<s>": 1, "</s>": 2}, []))
+    library.decoder = tokenizers.decoders.Fuse()
+    library.add_special_tokens(["<s>", "</s>"])
+    served = replace(SERVED, tokenizer=BpeTokenizer.from_json("x", library.to_str()))
+    part = NewTokens(0, [0], Scores([-2.0], [{2: -0.5, 0: -2.0, 1: -3.0}]), True, False)
+    whole, _ = told([part], served, logprobs=3)
+    assert whole["choices"][0]["logprobs"]["top_logprobs"] == [{"": -0.5, "a": -2.0}]
+
+
 def test_the_chosen_token_alone():
     whole, _ = told([said(b"az", ended=True)], logprobs=0)
     assert whole["choices"][0]["logprobs"]["top_logprobs"] == [{"a": 0}, {"z": -1 / 8}]
