@@ -498,10 +498,15 @@ def _kimi_run(model: ModelConfig) -> RunConfig:
 
 
 def _tiny_run(model: ModelConfig) -> RunConfig:
+    """Return a run of a tiny model, with the rate and the warmup that a search found for its store.
+
+    docs/benchmarks/systems.md has the search.
+    """
+    rate = 2e-2 if isinstance(model.store, MatrixStore) else 5e-3
     train = TrainConfig(
         steps=400,
         batch_size=16,
-        optimizer=AdamW(learning_rate=1e-2),
+        optimizer=AdamW(learning_rate=rate, warmup_fraction=0.2),
         checkpoint_every=100,
         eval_every=100,
         eval_tokens=2**14,

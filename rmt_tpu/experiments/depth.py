@@ -74,6 +74,8 @@ def config_of(scale: Scale, system: str, layers: int, **changes) -> RunConfig:
         "train.batch_size": size.batch_size,
         "data.seq_len": size.seq_len,
         "train.steps": size.steps,
+        "train.optimizer.learning_rate": 1e-2,  # This is the rate unless one is searched.
+        "train.optimizer.warmup_fraction": 0.05,
         "train.optimizer.final_fraction": 0.0,
         "train.eval_every": 0,
         "train.eval_tokens": 2**20,  # This number covers all held-out text.

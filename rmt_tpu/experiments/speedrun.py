@@ -150,7 +150,12 @@ TRACKS = {
             eval_tokens=2**16,
             eval_every=50,
             preset="gpt2-tiny",
-            start={"train.batch_size": 8, "train.steps": 1500},
+            start={
+                "train.batch_size": 8,
+                "train.steps": 1500,
+                "train.optimizer.learning_rate": 1e-2,
+                "train.optimizer.warmup_fraction": 0.05,
+            },
         ),
         _TPU,
         _GPU,

@@ -61,6 +61,8 @@ def tiny(system: str, heads: int, *, mup: bool = True, **changes) -> RunConfig:
         "train.batch_size": 16,
         "data.seq_len": 64,
         "train.steps": steps,
+        "train.optimizer.learning_rate": 1e-2,  # This is the rate unless one is searched.
+        "train.optimizer.warmup_fraction": 0.05,
         "train.eval_every": max(1, steps // 5),
         "train.eval_tokens": 2**20,  # This number covers all held-out text.
         "train.checkpoint_every": 0,

@@ -69,6 +69,15 @@ def test_kimi_models_have_what_its_configuration_gives(name, parameters, active)
     assert resources.active_parameters(config) / 1e6 == pytest.approx(active, abs=0.06)
 
 
+@pytest.mark.parametrize(
+    "name, rate",
+    [("gpt2-tiny", 5e-3), ("attnres-tiny", 5e-3), ("rmt-tiny", 2e-2), ("rmt-attnres-tiny", 2e-2)],
+)
+def test_tiny_models_have_the_rate_and_the_warmup_of_the_search(name, rate):
+    optimizer = run(name).train.optimizer
+    assert (optimizer.learning_rate, optimizer.warmup_fraction) == (rate, 0.2)
+
+
 @pytest.mark.parametrize("name, parameters", {"gpt2-tiny": 853_376, "rmt-tiny": 596_352}.items())
 def test_tiny_models_have_the_vocabulary_of_bytes(name, parameters):
     """As the command line and README's table have them."""

@@ -161,7 +161,7 @@ def test_a_run_with_another_config_is_not_taken_for_the_entry(run):
     metrics(folder, [1.0, 2.0], {2: 1.5})
     assert speedrun.has_reached(config, folder, 1.5)
     assert not speedrun.has_reached(config, folder, 1.4)
-    for change in ({"train.optimizer.learning_rate": 5e-3}, {"train.batch_size": 4}):
+    for change in ({"train.optimizer.learning_rate": 4e-3}, {"train.batch_size": 4}):
         assert not speedrun.has_reached(overrides.apply(config, change), folder, 1.5)
 
 
