@@ -166,7 +166,7 @@ def _compare(flags: str) -> Source:
 
 _SHORT_RUNS = (
     "--seeds=0,1,2 --steps=100 \\\n  --batch_size=8 --seq_len=128 --eval_every=50 \\\n"
-    "  --set=train.optimizer.warmup_fraction=0.1 --presets="
+    "  --learning_rate=0.01 --set=train.optimizer.warmup_fraction=0.1 --presets="
 )
 SOURCES = {
     "key_vector": _ops("key_vector"),

@@ -500,7 +500,7 @@ def _kimi_run(model: ModelConfig) -> RunConfig:
 def _tiny_run(model: ModelConfig) -> RunConfig:
     """Return a run of a tiny model, with the rate and the warmup that a search found for its store.
 
-    docs/benchmarks/systems.md has the search.
+    docs/log.md has the search.
     """
     rate = 2e-2 if isinstance(model.store, MatrixStore) else 5e-3
     train = TrainConfig(
