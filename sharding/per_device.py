@@ -20,6 +20,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import AxisType, Mesh, PartitionSpec
 from jaxtyping import Array, Int, Shaped
 
@@ -110,15 +111,29 @@ def total(x: Shaped[Array, "*shape"], names: Names) -> Shaped[Array, "*shape"]:
 
 
 def swap(
-    x: Shaped[Array, "*shape"], names: Names, *, split: int, join: int
+    x: Shaped[Array, "*shape"], names: Names, *, split: int, join: int, parts_first: bool = False
 ) -> Shaped[Array, "*other"]:
     """Exchange parts among devices, so that sharding moves from axis `join` to axis `split`.
 
     Before the call, the devices along `names` have parts of x along array axis `join`; afterwards
     they have parts along array axis `split`.
+
+    Args:
+      x: the array.
+      names: the mesh axes.
+      split: the array axis that is divided afterwards.
+      join: the array axis that is divided before.
+      parts_first: whether the parts become the outermost array axis before they are sent, and until
+        they have arrived. The result is the same. On TPUs each side then has one copy, and XLA is
+        free to choose its layout.
     """
     used = _used(names)
-    return jax.lax.all_to_all(x, used, split, join, tiled=True) if used else x
+    if not used or not parts_first:
+        return jax.lax.all_to_all(x, used, split, join, tiled=True) if used else x
+    x = x.reshape(*x.shape[:split], axis_size(used), -1, *x.shape[split + 1 :])
+    x = jax.lax.all_to_all(jnp.moveaxis(x, split, 0), used, 0, 0, tiled=True)
+    x = jnp.moveaxis(x, 0, join)
+    return x.reshape(*x.shape[:join], -1, *x.shape[join + 2 :])
 
 
 def add_up(tree: Any, specs: Any = _WHOLE) -> Any:

@@ -328,12 +328,19 @@ class Attention(Core):
         if sharding.axis_size(self._swapped) == 1:
             return x
         x = x.reshape(*x.shape[:2], groups, -1, x.shape[-1])
-        x = sharding.swap(x, self._swapped, split=3, join=1)
+        x = self._swap(x, split=3, join=1)
         return x.reshape(*x.shape[:2], -1, x.shape[-1])
 
     def _to_tokens(self, y):
         """Undo `_to_heads`: return all heads for this device's tokens."""
-        return sharding.swap(y, self._swapped, split=1, join=2)
+        return self._swap(y, split=1, join=2)
+
+    def _swap(self, x, *, split, join):
+        # The kernels have tokens in the lanes. With heads of 64 on four v5e chips, attention with
+        # its products, forward and backward, takes 4.2 million cycles in place of 5.3 by estimate
+        # if parts come first (512 tokens, 64 rows). With heads of 128 it takes 4.9 in place of 4.7.
+        parts_first = x.shape[-1] < LANES
+        return sharding.swap(x, self._swapped, split=split, join=join, parts_first=parts_first)
 
     def _pack(self, z, context):
         """Return queries, keys and values of this device's heads, concatenated along heads."""

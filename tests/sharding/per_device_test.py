@@ -1,5 +1,7 @@
 """What devices exchange: each helper against the whole arrays, and the gradients through it."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -34,8 +36,13 @@ def test_what_is_exchanged(spec):
     expected = np.concatenate(np.split(parts, devices, axis=1))
     np.testing.assert_allclose(added(x), expected, atol=1e-5)
     columns = PartitionSpec(None, BOTH)
-    swapped = on_devices(lambda x: sharding.swap(x, BOTH, split=1, join=0), spec, out=columns)
-    np.testing.assert_array_equal(swapped(x), x)
+    for first in (False, True):
+        swap = functools.partial(sharding.swap, split=1, join=0, parts_first=first)
+        swapped = on_devices(lambda x, swap=swap: swap(x, BOTH), spec, out=columns)
+        np.testing.assert_array_equal(swapped(x), x)
+    back = lambda x: sharding.swap(x, BOTH, split=0, join=1, parts_first=True)
+    there_and_back = on_devices(lambda x: back(swap(x, BOTH)), spec)
+    np.testing.assert_array_equal(there_and_back(x), x)
     total = on_devices(lambda x: sharding.total(jnp.sum(x), BOTH), spec, out=PartitionSpec())
     np.testing.assert_allclose(total(x), x.sum(), rtol=1e-5)
 
