@@ -5,9 +5,12 @@
 
 Each model trains in <workdir>/<preset>, or in <workdir>/<preset>/seed-<n> if there are several
 seeds. An interrupted command resumes when it is repeated. All models use the batch size, steps and
-data of the first preset. The command writes comparison.md, comparison.json (with every run) and
-comparison.png. The picture shows loss against tokens and against FLOPs. For more than four presets,
-it shows the final losses, and curves.png shows the loss curves.
+data of the first preset, and each has the optimizer of its own preset: --learning_rate=0.01 gives
+all of them one rate.
+
+The command writes comparison.md, comparison.json (with every run) and comparison.png. The picture
+shows loss against tokens and against FLOPs. For more than four presets, it shows the final losses,
+and curves.png shows the loss curves.
 """
 
 import dataclasses
@@ -47,7 +50,9 @@ def main() -> int:
         folder = open_folder(_WORKDIR.value)
     configs = {}
     for name in names:
-        base = dataclasses.replace(shared, model=common.base_config(name, None).model)
+        own = common.base_config(name, None)
+        train = dataclasses.replace(shared.train, optimizer=own.train.optimizer)
+        base = dataclasses.replace(shared, model=own.model, train=train)
         stored_config = several.stored_config_within(folder.child(name))(name)
         configs[name] = common.run_config(common.with_warm_start(base, stored_config))
         effects.check_effects(configs[name])

@@ -81,6 +81,16 @@ def test_numbers(done):
 
 
 @pytest.mark.slow
+def test_each_preset_has_its_own_optimizer(done):
+    folder, _ = done
+    trains = [json.loads((folder / name / "config.json").read_text())["train"] for name in PRESETS]
+    for name, train in zip(PRESETS, trains, strict=True):
+        rate = run(name).train.optimizer.learning_rate
+        assert train.pop("optimizer")["learning_rate"] == rate
+    assert trains[0] == trains[1]
+
+
+@pytest.mark.slow
 def test_interrupted(done, tmp_path):
     process = cli.start("compare", *FLAGS, f"--workdir={tmp_path}", first=SIGINT_IN_STEP)
     out, err = process.communicate()
