@@ -13,7 +13,7 @@ from sharding.spec import parse_mesh
 
 
 class _Condition(NamedTuple):
-    """What a config field needs in order to have an effect.
+    """A config field, and the condition under which it has an effect.
 
     Attributes:
       path: the config path of the field.

@@ -202,11 +202,14 @@ SOURCES = {
     ),
     "moments": Source(
         "python -m recipes.compare --presets=gpt2-tiny,rmt-tiny --seeds=0,1,2 \\\n"
+        "  --learning_rate=0.01 --set=train.optimizer.warmup_fraction=0.05 \\\n"
         "  --workdir=runs/float32\n"
         "python -m recipes.compare --presets=gpt2-tiny,rmt-tiny --seeds=0,1,2 \\\n"
+        "  --learning_rate=0.01 --set=train.optimizer.warmup_fraction=0.05 \\\n"
         "  --set=train.optimizer.moment_dtype=bfloat16 --workdir=runs/bfloat16",
         ("float32", "bfloat16"),
         "python -m recipes.compare --presets=gpt2-tiny,rmt-tiny --seeds=0,1,2 --workdir={folder} "
+        "--learning_rate=0.01 --set=train.optimizer.warmup_fraction=0.05 "
         "--set=train.optimizer.moment_dtype={part}",
         "comparison.json",
     ),

@@ -1,4 +1,4 @@
-"""Which flags a run refuses because they would have no effect on it."""
+"""A run refuses flags that would have no effect on it."""
 
 import pytest
 

@@ -46,7 +46,7 @@ def test_patterns(patterns, frozen):
 
 
 def test_a_freeze_that_begins_after_its_end_is_refused():
-    """Of a run that has done ten steps: its parameters would all go on to learn."""
+    """The run has done ten steps, so all its parameters would go on to learn."""
     patterns, steps = "train.freeze is [] there, [...] here", "train.freeze_steps is null there, 9"
     one_pattern = 'train.freeze.3 is "*/mix/*" there, "*/core/*" here'
     check = lambda count, *changes: freeze.check_change(
