@@ -199,6 +199,7 @@ setup(
         + METRICS
         + [
             "beartype>=0.20",
+            "coverage>=7.6",  # make mutations
             # Exactly this: the test server mends its handlers, which are its internals.
             "gcp-storage-emulator==2026.7.19",
             "hypothesis>=6.100",

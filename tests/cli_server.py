@@ -23,7 +23,7 @@ import socket
 import sys
 from typing import NamedTuple
 
-from tests import programs
+from tests import lines, programs
 
 # What recipes import, other than flags: those a recipe defines are its own.
 PACKAGES = ("rmt_tpu", "pallas_kernels", "sharding")
@@ -151,6 +151,7 @@ def run(recipe: str) -> None:
     """
     mistaken = []
     atexit.register(lambda: mistaken and _end(*mistaken))  # the first, and so the last to run
+    lines.record_for_its_test()
     try:
         runpy.run_module(f"recipes.{recipe}", run_name="__main__", alter_sys=True)
     except SystemExit as error:

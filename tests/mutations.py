@@ -1,9 +1,10 @@
 """Estimate which share of slips in the code the tests notice: `make mutations`.
 
-The program draws product lines, puts one slip in each in a copy of the project, and runs the fast
-tests that are nearest by imports until one fails or the budget is spent. Another run goes on where
-one was cut off while the code is the same. mutmut and cosmic-ray do not serve: they run one command
-for every slip, or first trace a run of all tests, and this suite takes too long for either.
+The program records which lines each fast test file runs, draws product lines, puts one slip in each
+in a copy of the project, and runs the test files that run the line until a test fails or the budget
+is spent. Another run goes on where one was cut off while the code is the same. mutmut and
+cosmic-ray do not serve: mutmut runs tests in one process, which these must not share, and
+cosmic-ray runs one command for every slip.
 
 A line `FILE:LINE: OPERATOR: BEFORE -> AFTER  # REASON` of `tests/mutations_excused.txt` excuses a
 slip that changes nothing: it is not counted, and neither is one that no test has run.
@@ -12,16 +13,20 @@ slip that changes nothing: it is not counted, and neither is one that no test ha
 import argparse
 import ast
 import hashlib
+import itertools
 import json
+import queue
 import re
 import shutil
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from tests.lines import FOLDER, PACKAGES, read
+
 ROOT = Path(__file__).resolve().parents[1]
-PACKAGES = ("rmt_tpu", "pallas_kernels", "sharding", "recipes")
 NOT_COPIED = (".git", ".venv*", ".cache", "build", "dist", "runs", "reports", "bazel-*")
 MOST_EXCUSED, FILES_AT_ONCE = 10, 6
 PAIRS = "Lt LtE, Gt GtE, Eq NotEq, Is IsNot, In NotIn, And Or, Add Sub"
@@ -33,8 +38,8 @@ TEXTS = str | bytes | ast.JoinedStr | ast.List | ast.Tuple
 LEFT = re.compile(rb"raise\b|__all__ =|(logging|warnings|_TOLD)\.|if (TYPE_CHECKING|__name__)\b")
 LEFT_FIELDS = {"annotation", "returns", "msg", "pattern"}
 LEFT_TESTS = {"tests/build_test.py", "tests/docs_test.py"}  # they read the text of the code
-PYTEST = "-m pytest -x -v --tb=no --no-header --disable-warnings -p no:cacheprovider".split()
-PYTEST += ["-o", "faulthandler_timeout=300", "-o", "faulthandler_exit_on_timeout=true"]  # a test's
+PYTEST = "-m pytest -v --tb=no --no-header --disable-warnings -p no:cacheprovider".split()
+PYTEST += ["-o", "faulthandler_timeout=120", "-o", "faulthandler_exit_on_timeout=true"]  # a test's
 PYTEST += ["-m", "not slow and not compile"]
 TEST = re.compile(r"^(\S+_test\.py::.+?)(?: (?:PASSED|FAILED|ERROR|SKIPPED|X).*)?$", re.MULTILINE)
 
@@ -104,70 +109,76 @@ def draw(sources: dict[str, bytes], seed: int) -> list[tuple]:
     return [slip for _, (_, slip) in sorted(drawn.items())]
 
 
-def users(sources: dict[str, bytes]) -> dict[str, set[str]]:
-    """Return for each file the files that import its module or name it in a text."""
-    names = {file: file[:-3].replace("/", ".").removesuffix(".__init__") for file in sources}
-    found = {file: set() for file in sources}
-    for file, source in sources.items():
-        words = {names[file], *re.findall(r"\w[\w.]*\w", source.decode())}
-        words |= {"recipes"} if file.startswith("tests/") else set()  # which `tests.cli` runs
-        for other, name in names.items():  # the package and the module's own name, or both in one
-            if name in words or words.issuperset(name.rsplit(".", 1)):
-                found[other].add(file)
-    return found
+def statement(source: bytes, line: int) -> tuple[range, bool]:
+    """Return the lines of the innermost statement at a line, and whether a function runs it."""
+    found, runs = range(line, line + 1), False
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.stmt) and node.lineno <= line <= node.end_lineno:
+            compound = getattr(node, "body", None)
+            last = compound[0].lineno - 1 if compound else node.end_lineno
+            if line <= max(last, node.lineno):
+                found = range(node.lineno, max(last, node.lineno) + 1)
+            elif isinstance(node, ast.FunctionDef):
+                runs = True
+    return found, runs
 
 
-def tests_of(file: str, used_by: dict[str, set[str]]) -> list[str]:
-    """Return the test files that reach a file: its own first, then the nearest by imports."""
-    own, beside, queue = f"tests/{file[:-3]}_", f"tests/{file.rpartition('/')[0]}", [file]
-    for one in queue:
-        queue += sorted(used_by[one] - set(queue))
-    tests = [test for test in queue if test.endswith("_test.py") and test not in LEFT_TESTS]
-    return sorted(tests, key=lambda t: (own not in t, t not in used_by[file], beside not in t))
+def tests_of(slip: tuple, source: bytes, lines: dict, seconds: dict[str, float]) -> list[str]:
+    """Return the test files that run a slip: its own first, then the fastest.
+
+    A statement that runs with an import, such as a constant or a default, may be noticed by each
+    test that runs any line of its file.
+    """
+    file, line = slip[:2]
+    ran, (those, runs) = lines.get(file, {}), statement(source, line)
+    found = {test for one, tests in ran.items() if not runs or one in those for test in tests}
+    own = f"tests/{file[:-3]}_"
+    return sorted(found - {"", *LEFT_TESTS}, key=lambda test: (own not in test, seconds[test]))
 
 
-def pytest(project: Path, seconds: float, *arguments: str) -> tuple[bool, str]:
+def pytest(project: Path, seconds: float, *arguments: str, **environment) -> tuple[bool, str]:
     """Return whether no test has failed in this time, and which one began last."""
-    command = ["env", f"PYTHONPATH={project}", "timeout", "-k9", str(seconds), sys.executable]
-    command, output = [*command, *PYTEST, *arguments], project.with_name("output")
+    values = [f"{name}={value}" for name, value in environment.items()]
+    command = ["env", f"PYTHONPATH={project}", *values, "timeout", "-k9", str(seconds)]
+    command, output = [*command, sys.executable, *PYTEST, *arguments], project.with_name("output")
     with output.open("wb") as told:
         code = subprocess.call(command, cwd=project, stdout=told, stderr=told)
+    text = output.read_text("utf-8")
+    assert "ERROR: file or directory not found" not in text, text
     # pytest's 5 says that no test was selected; the others, that time was over.
-    return code in (0, 5, 124, 137, -9), ["", *TEST.findall(output.read_text("utf-8"))][-1]
+    return code in (0, 5, 124, 137, -9), ["", *TEST.findall(text)][-1]
 
 
-def outcome(project: Path, slip: tuple, tests: list[str], budget: float, passes: dict[str, bool]):
-    """Try a slip; return "noticed", "survived" or "not run", and the test that noticed."""
+def outcome(project: Path, slip: tuple, tests: list[str], budget: float, failing: list[str]):
+    """Try a slip; return "noticed" or "survived", and the test that noticed."""
     file, _, start, end, after, _ = slip
-    path, marker, over = project / file, project.with_name("marker"), time.time() + budget
-    mark, source = f"__import__('os').makedirs({str(marker)!r}, exist_ok=True)", path.read_bytes()
-    text = f"{mark}; pass" if after == "pass" else f"({mark} or ({after}))"
-    shutil.rmtree(marker, ignore_errors=True)
-    while tests and time.time() < over - (0 if marker.exists() else budget / 2):
-        some, left = tests[:FILES_AT_ONCE], [f"--deselect={t}" for t in passes if not passes[t]]
-        # Its size is not the source's, so Python compiles each anew, even within a second.
-        path.write_bytes(source[:start] + text.encode() + source[end:])
-        well, test = pytest(project, over - time.time(), *some, *left)
+    path, over = project / file, time.time() + budget
+    source, left = path.read_bytes(), [f"--deselect={test}" for test in failing]
+    # Its size is not the source's, so Python compiles each anew, even within a second.
+    text = after if after == "pass" else f"({after})"
+    path.write_bytes(source[:start] + text.encode() + source[end:])
+    try:
+        while tests and time.time() < over:
+            some, tests = tests[:FILES_AT_ONCE], tests[FILES_AT_ONCE:]
+            well, test = pytest(project, over - time.time(), "-x", *some, *left)
+            if not well:
+                return "noticed", test or "collection"
+    finally:
         path.write_bytes(source)
-        if well:
-            tests = tests[FILES_AT_ONCE:]
-            continue
-        if test not in passes or not test:
-            passes[test] = pytest(project, budget, *([test] if test else ["--co", *some]))[0]
-        if passes[test]:
-            return "noticed" if marker.exists() else "not run", test or "collection"
-        assert test, f"without a slip, these are not collected: {some}"
-        print(f"fails without a slip, and is left out: {test}", flush=True)
-    return "survived" if marker.exists() else "not run", ""
+    return "survived", ""
+
+
+def counted(rows) -> list[str]:
+    return [row["outcome"] for row in rows if row["outcome"] in ("noticed", "survived")]
 
 
 def report(rows: list[dict]) -> str:
     """Return a table of shares with Wilson's 95% intervals, and the slips by outcome."""
     lines, z2 = ["package         noticed   of   share  95% interval"], 1.96**2
     for package in (*PACKAGES, ""):
-        ours = [row["outcome"] for row in rows if row["slip"].startswith(package)]
-        k, n = ours.count("noticed"), ours.count("noticed") + ours.count("survived")
-        if n:
+        ours = counted(row for row in rows if row["slip"].startswith(package))
+        if n := len(ours):
+            k = ours.count("noticed")
             centre, spread = k + z2 / 2, (z2 * (k * (n - k) / n + z2 / 4)) ** 0.5
             low, high = ((centre + sign * spread) / (n + z2) for sign in (-1, 1))
             lines.append(f"{package or 'all':15} {k:7} {n:4} {k / n:7.1%}  {low:.1%} to {high:.1%}")
@@ -177,40 +188,69 @@ def report(rows: list[dict]) -> str:
     return "\n".join(lines)
 
 
+def recorded(folder: Path, project: Path, jobs: int):
+    """Return what `tests.lines.read` does, of all tests; those of an earlier run are read again."""
+    if not folder.exists():
+        print("recording which lines each test file runs", flush=True)
+        some = folder.with_suffix(".some")
+        shutil.rmtree(some, ignore_errors=True)
+        some.mkdir()
+        parallel = ["-n", str(jobs), "--dist", "loadgroup"] if jobs > 1 else []
+        pytest(project, 7200, "-p", "tests.lines", *parallel, **{FOLDER: some})
+        some.rename(folder)
+    return read(folder, project)
+
+
 def main(argv: list[str] | None = None, root: Path = ROOT) -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--seed", type=int, default=45)
     parser.add_argument("--count", type=int, default=200, help="slips that tests run")
-    parser.add_argument("--budget", type=float, default=600, help="seconds of tests for a slip")
+    parser.add_argument("--budget", type=float, default=300, help="seconds of tests for a slip")
+    parser.add_argument("--jobs", type=int, default=2, help="slips that are tried at once")
     options = parser.parse_args(argv)
     excuses = (root / "tests/mutations_excused.txt").read_text("utf-8").splitlines()
     excused = dict(line.split("  # ") for line in excuses if not line.startswith("#"))
     assert len(excused) <= MOST_EXCUSED, f"more than {MOST_EXCUSED} slips are excused"
     files = sorted(file for top in (*PACKAGES, "tests") for file in (root / top).rglob("*.py"))
     sources = {str(file.relative_to(root)): file.read_bytes() for file in files}
-    folder = root / f"build/mutations/{options.seed}"
-    project, log = folder / "copy", folder / f"{fingerprint(sources)}.jsonl"
-    shutil.rmtree(project, ignore_errors=True)
-    shutil.copytree(root, project, symlinks=True, ignore=shutil.ignore_patterns(*NOT_COPIED))
-    (folder / "cache").mkdir(exist_ok=True)
-    (project / ".cache").symlink_to("../cache")  # not the project's own programs
+    folder, code, free = root / "build/mutations", fingerprint(sources), queue.SimpleQueue()
+
+    def not_copied(source, names):  # a folder of the code may have such a name too
+        matching = shutil.ignore_patterns(*NOT_COPIED)
+        return matching(source, names) if Path(source) == root else ["__pycache__"]
+
+    for number in range(options.jobs):
+        free.put(project := folder / f"{number}/copy")
+        shutil.rmtree(project, ignore_errors=True)
+        shutil.copytree(root, project, symlinks=True, ignore=not_copied)
+        (folder / "cache").mkdir(exist_ok=True)
+        (project / ".cache").symlink_to("../../cache")  # not the project's own programs
+    ran, passed, seconds = recorded(folder / f"{code}.lines", project, options.jobs)
+    failing = [test for test, well in passed.items() if not well]
+    print("\n".join(f"fails without a slip, and is left out: {test}" for test in failing))
+    log = folder / f"{code}.{options.seed}.jsonl"
     log.touch()
     known = {row["slip"]: row for row in map(json.loads, log.read_text("utf-8").splitlines())}
-    used_by, passes, rows = users(sources), {}, []
-    for slip in draw(sources, options.seed):
-        if sum(row["outcome"] in ("noticed", "survived") for row in rows) >= options.count:
-            break
+
+    def tried(slip):
         name, begin = f"{slip[0]}:{slip[1]}: {slip[-1]}", time.time()
-        row = known.get(name, {"slip": name})
-        if name in excused:
-            row["outcome"] = "excused"
-        elif "outcome" not in row:
-            found = outcome(project, slip, tests_of(slip[0], used_by), options.budget, passes)
-            row |= {"outcome": found[0], "by": found[1], "seconds": round(time.time() - begin)}
-            with log.open("a") as kept:
-                print(json.dumps(row), file=kept)
-            print(json.dumps(row), flush=True)
-        rows.append(row)
+        if name in excused or name in known:
+            return {"slip": name, "outcome": "excused"} if name in excused else known[name]
+        if not (tests := tests_of(slip, sources[slip[0]], ran, seconds)):
+            return {"slip": name, "outcome": "not run"}
+        project = free.get()
+        found, by = outcome(project, slip, tests, options.budget, failing)
+        free.put(project)
+        row = {"slip": name, "outcome": found, "by": by, "seconds": round(time.time() - begin)}
+        with log.open("a") as kept:
+            print(json.dumps(row), file=kept)
+        print(json.dumps(row), flush=True)
+        return row
+
+    slips_left, rows = iter(draw(sources, options.seed)), []
+    with ThreadPoolExecutor(options.jobs) as pool:
+        while some := list(itertools.islice(slips_left, options.count - len(counted(rows)))):
+            rows += pool.map(tried, some)
     print(report(rows))
 
 

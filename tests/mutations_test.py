@@ -2,10 +2,11 @@
 
 import ast
 import json
+from pathlib import Path
 
 import pytest
 
-from tests import mutations
+from tests import lines, mutations
 
 SLIPS = {
     "a < b": {"a <= b"},
@@ -36,6 +37,9 @@ def test_slips(source):
 
 
 TOY = """
+LARGE = 5
+
+
 def larger(a, b):
     # é: bytes are no characters
     if a > b:
@@ -47,7 +51,7 @@ def unused():
     return not 1
 """
 TOY_TEST = """
-from sharding import toy
+from sharding.runs import toy
 
 def test_that_always_fails():
     assert not toy.larger(3, 1)
@@ -62,8 +66,9 @@ def project(tmp_path, monkeypatch):
     monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
     for name, text in {
         "pyproject.toml": "[tool.pytest.ini_options]\nmarkers = ['slow', 'compile']\n",
-        "sharding/toy.py": TOY,
-        "tests/sharding/toy_test.py": TOY_TEST,
+        "sharding/runs/toy.py": TOY,
+        "tests/lines.py": Path(lines.__file__).read_text("utf-8"),
+        "tests/sharding/runs/toy_test.py": TOY_TEST,
         "tests/mutations_excused.txt": "",
     }.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
@@ -72,49 +77,59 @@ def project(tmp_path, monkeypatch):
 
 
 def test_a_draw(project, capsys):
-    """The seed draws a line that no test runs, a slip that changes nothing, and one that does."""
+    """The seed draws a line that no test runs, slips that change nothing, and one that does."""
 
     def printed(*arguments):
-        mutations.main(["--seed=57", *arguments], project)
+        mutations.main(["--seed=57", "--jobs=1", *arguments], project)
         return capsys.readouterr().out.splitlines()
 
-    first = printed("--count=2")
-    assert first.pop(0).endswith("left out: tests/sharding/toy_test.py::test_that_always_fails")
-    rows = [json.loads(line) for line in first[:3]]
-    assert [(row["slip"].split(":", 1)[1], row["outcome"], row["by"]) for row in rows] == [
-        ("10: constant: 1 -> 0", "not run", ""),
-        ("4: comparison: a > b -> a >= b", "survived", ""),
-        ("6: returned None: b -> None", "noticed", "tests/sharding/toy_test.py::test_larger"),
+    first = printed("--count=9")
+    assert first[1].endswith("left out: tests/sharding/runs/toy_test.py::test_that_always_fails")
+    rows = [json.loads(line) for line in first if line.startswith("{")]
+    assert sorted((row["slip"].split(":", 1)[1], row["outcome"], row["by"]) for row in rows) == [
+        ("2: constant: 5 -> 6", "survived", ""),
+        ("7: comparison: a > b -> a >= b", "survived", ""),
+        ("8: returned None: a -> None", "noticed", "tests/sharding/runs/toy_test.py::test_larger"),
+        ("9: returned None: b -> None", "noticed", "tests/sharding/runs/toy_test.py::test_larger"),
     ]
-    assert first[4].split() == "sharding 1 2 50.0% 9.5% to 90.5%".split()
-    assert f"\n{rows[1]['slip']}\n" in "\n".join(first[5:])
-    assert (project / "sharding/toy.py").read_text("utf-8") == TOY
+    table = first[-11:]
+    assert "sharding 2 4 50.0% 15.0% to 85.0%".split() in [line.split() for line in table]
+    assert table[-4:-2] == ["not run: 1", "sharding/runs/toy.py:13: constant: 1 -> 2"]
+    assert (project / "sharding/runs/toy.py").read_text("utf-8") == TOY
 
-    assert printed("--count=2") == first[3:]  # nothing is tried again
+    assert printed("--count=9")[-11:] == table  # nothing is tried again
+    excused = next(row["slip"] for row in rows if ">=" in row["slip"])
     excuses = project / "tests/mutations_excused.txt"
-    excuses.write_text(f"{rows[1]['slip']}  # the larger of two equal numbers is either\n")
-    assert printed("--count=1")[1].split() == "sharding 1 1 100.0% 20.7% to 100.0%".split()
+    excuses.write_text(f"{excused}  # the larger of two equal numbers is either\n")
+    assert "sharding 2 3 66.7% 20.8% to 93.9%".split() in [
+        line.split() for line in printed("--count=9")
+    ]
     excuses.write_text("".join(f"slip {n}  # why\n" for n in range(11)))
     with pytest.raises(AssertionError, match="more than 10"):
         printed()
 
 
-def test_the_nearest_tests_come_first():
-    sources = {
-        "rmt_tpu/a/step.py": "",
-        "rmt_tpu/a/loop.py": "from rmt_tpu.a import (\n    step,\n)",
-        "rmt_tpu/b.py": "",
-        "recipes/go.py": "from rmt_tpu.a.loop import x",
-        "tests/rmt_tpu/a/step_test.py": "from rmt_tpu.a.loop import x",
-        "tests/rmt_tpu/a/loop_test.py": "from rmt_tpu.a.loop import x",
-        "tests/a_test.py": "import rmt_tpu.a.step",
-        "tests/b_test.py": "import rmt_tpu.b",
-        "tests/go_test.py": "cli.run('go')",
-    }
-    used_by = mutations.users({file: text.encode() for file, text in sources.items()})
-    assert mutations.tests_of("rmt_tpu/a/step.py", used_by) == [
-        "tests/rmt_tpu/a/step_test.py",
-        "tests/a_test.py",
-        "tests/rmt_tpu/a/loop_test.py",
-        "tests/go_test.py",
+SOURCE = b"""
+def step(a, b=1):
+    if a > b and (
+        a > 2
+    ):
+        return a
+    return [
+        b
     ]
+"""
+
+
+def test_tests_that_run_the_slip():
+    """A default runs with the import, and a statement when any of its lines does."""
+    lines = {"rmt_tpu/a.py": {2: {""}, 3: {"tests/b_test.py"}, 7: {"tests/rmt_tpu/a_test.py"}}}
+    seconds = {"tests/b_test.py": 1, "tests/rmt_tpu/a_test.py": 9}
+
+    def tests_of(line):
+        return mutations.tests_of(("rmt_tpu/a.py", line), SOURCE, lines, seconds)
+
+    assert tests_of(2) == ["tests/rmt_tpu/a_test.py", "tests/b_test.py"]
+    assert tests_of(4) == ["tests/b_test.py"]
+    assert tests_of(6) == []
+    assert tests_of(8) == ["tests/rmt_tpu/a_test.py"]
