@@ -1,6 +1,6 @@
 """The initial state of a run: random, taken from another run, or from its own checkpoint."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -65,13 +65,15 @@ class Text(NamedTuple):
 
     Attributes:
       tokenizer: the run's tokenizer.
-      checksum: checksum of the text's tokens.
+      checksum: checksum of the tokens for training.
+      held_out_checksum: checksum of the held-out tokens.
       windows: the training windows.
       mixture: the mixture of texts; None if the run reads a single text.
     """
 
     tokenizer: data.Tokenizer
     checksum: int
+    held_out_checksum: int
     windows: data.Windows | data.Mixture
     mixture: data.Mixture | None = None
 
@@ -174,16 +176,34 @@ def _restore_at(
             f"{step}; legal: --mixture='{config.data.source}=1' to continue with this text "
             "alone"
         )
-    elif meta["data_checksum"] != text.checksum:
-        raise UsageError(
-            f"--data={config.data.source} does not give the tokens that the run in {flag} was "
-            f"trained on up to step {step}: a file, the tokenizer or (for stdlib) the version of "
-            f"Python has changed; legal: the same files and versions, or another {name}"
-        )
+    else:
+        _check_same_text(config, meta, text, step, flag)
     spikes = SpikeState.of_meta(meta.get("spikes"))
     state = run.with_copies(state)
     start = Start(state, step, read, meta.get("branch"), mixture=mixture, spikes=spikes)
     return start._replace(unevaluated=tuple(meta.get("unevaluated", ())))
+
+
+def _check_same_text(
+    config: RunConfig, meta: Mapping[str, Any], text: Text, step: int, flag: str
+) -> None:
+    """Check that a run's text has the tokens that its checkpoint states.
+
+    Raises:
+      UsageError: the tokens for training or the held-out tokens are others.
+    """
+    if meta["data_checksum"] != text.checksum:
+        what = f"the tokens that the run in {flag} was trained on up to step {step}"
+    # Checkpoints from before 2026-11-29 do not have this checksum.
+    elif meta.get("held_out_checksum", text.held_out_checksum) != text.held_out_checksum:
+        what = f"the held-out tokens on which the run in {flag} was evaluated"
+    else:
+        return
+    raise UsageError(
+        f"--data={config.data.source} does not give {what}: a file, the tokenizer or (for stdlib) "
+        "the version of Python has changed; legal: the same files and versions, or another "
+        f"{flag.partition('=')[0]}"
+    )
 
 
 def checkpoint_meta(
@@ -199,6 +219,7 @@ def checkpoint_meta(
     The other arguments are the fields of `Start` with the same names.
     """
     meta = {"windows_read": windows_read, "data_checksum": text.checksum}
+    meta["held_out_checksum"] = text.held_out_checksum
     meta["spikes"] = spikes.meta()
     meta |= workdir.config_meta(config, text.tokenizer)
     if text.mixture is not None:

@@ -218,9 +218,11 @@ def _prepare(
     warm_start = warm_start_of(config, folder)
     datasets = read_text(config, folder, tokenizer, warm_start)
     mixture = datasets.train if isinstance(datasets.train, data.Mixture) else None
-    text = Text(tokenizer, datasets.train.checksum(), datasets.train, mixture)
+    held_out = datasets.held_out.checksum()
+    text = Text(tokenizer, datasets.train.checksum(), held_out, datasets.train, mixture)
     tasks = TaskMetrics(run, config, tokenizer)
-    _check_agreement(config, from_step, text.checksum, tasks.checksum())
+    checksums = [text.checksum, text.held_out_checksum]
+    _check_agreement(config, from_step, checksums, tasks.checksum())
     return LoopInputs(config, run, text, datasets, tasks), warm_start
 
 
@@ -288,7 +290,7 @@ def _checkpointer(folder: Folder, config: RunConfig, progress: TrainingProgress)
 
 
 def _check_agreement(
-    config: RunConfig, from_step: int | None, data_checksum: int, tasks_checksum: int
+    config: RunConfig, from_step: int | None, data_checksums: list[int], tasks_checksum: int
 ) -> None:
     """Check that all processes have the same config and data; otherwise they could deadlock.
 
@@ -298,7 +300,7 @@ def _check_agreement(
     if processes.num_processes() == 1:
         return
     flags = overrides.to_json(config) | {"--from_step": from_step}
-    own = {"config": flags, "data": data_checksum, "tasks": tasks_checksum}
+    own = {"config": flags, "data": data_checksums, "tasks": tasks_checksum}
     first = processes.from_first(own, "the run's config")
     if different := overrides.differences(first["config"], json.loads(json.dumps(own["config"]))):
         raise UsageError(

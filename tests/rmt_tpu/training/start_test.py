@@ -143,6 +143,26 @@ def test_a_copy_goes_on_as_the_other_run_does(config, whole, origin, tmp_path, c
 
 
 @pytest.mark.parametrize(
+    ("place", "reason"),
+    [
+        (-2, "the held-out tokens on which the run in --workdir=.* was evaluated: a file, "),
+        (0, "the tokens that the run in --workdir=.* was trained on up to step 6: "),
+    ],
+)
+def test_a_run_resumes_with_its_own_text(config, whole, place, reason):
+    """The end of a document is held out, and a change there is noticed too."""
+    source = Path(config.data.source)
+    text = source.read_text()
+    letters = list(text)
+    letters[place] = "?"
+    source.write_text("".join(letters))
+    more = overrides.apply(config, {"train.steps": 8})
+    with pytest.raises(UsageError, match=f"^--data={source} does not give {reason}.*--workdir$"):
+        trainer.train(more, whole, change_config=True)
+    source.write_text(text)
+
+
+@pytest.mark.parametrize(
     ("changes", "reason"),
     [
         (
