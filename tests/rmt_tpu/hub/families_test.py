@@ -252,6 +252,41 @@ def test_what_is_not_computed_is_refused_with_its_field(changes, message):
         model_config(COMMON | changes, "x")
 
 
+# Fields that some kinds do not compute with: a value, and the kinds that refuse it. The others do
+# not have the field, or compute with it.
+LATENT = "kimi_linear deepseek_v3"
+NEXT = "qwen3_next qwen3_5_text qwen3_5_moe_text"
+NOT_COMPUTED = {
+    "add_cross_attention": (True, "gpt2 deepseek_v3"),
+    "attention_bias": (True, set(CONFIGS) - {"gpt2", "qwen2"}),
+    "attn_logit_softcapping": (9.0, f"gemma3_text {LATENT}"),
+    "attnres_gate_type": ("sigmoid", f"qwen3_attnres {LATENT}"),
+    "hidden_act": ("relu", set(CONFIGS) - {"gpt2", "gemma2", "gemma3_text"}),
+    "mla_use_nope": (False, LATENT),
+    "mlp_bias": (True, set(CONFIGS) - {"gpt2", *NEXT.split()}),
+    "moe_router_activation_func": ("softmax", LATENT),
+    "partial_rotary_factor": (0.5, set(CONFIGS) - {"gpt2", "phi3", *NEXT.split()}),
+    "quantization_config": ({"bits": 4}, set(CONFIGS)),
+    "rope_scaling": ({"rope_type": "longrope"}, set(CONFIGS) - {"gpt2"}),
+    "scale_attn_weights": (False, f"gpt2 {LATENT}"),
+    "scoring_func": ("softmax", LATENT),
+    "topk_method": ("greedy", LATENT),
+    "use_bidirectional_attention": (True, f"gemma2 gemma3_text {LATENT}"),
+}
+
+
+@pytest.mark.parametrize("field", NOT_COMPUTED)
+def test_kinds_refuse_what_they_would_not_compute(field):
+    value, refusing = NOT_COMPUTED[field]
+    refused = set()
+    for kind in CONFIGS:
+        try:
+            model_config(config_of(kind) | {field: value}, "x")
+        except UsageError:
+            refused.add(kind)
+    assert refused == (set(refusing.split()) if isinstance(refusing, str) else refusing)
+
+
 def test_early_files_of_gpt2_have_shorter_names_and_masks(tmp_path):
     config = config_of("gpt2", "tie_word_embeddings")
     tensors = oracle.drawn(config)
