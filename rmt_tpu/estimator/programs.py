@@ -179,7 +179,7 @@ class Worker:
                 raise CompilerError(words)
             if line.strip() == f"ended {number}":
                 results = self._folder / str(number)
-                outcome = _read_outcome(self._target, results)
+                outcome = read_outcome(self._target, results)
                 shutil.rmtree(results)
                 return outcome
 
@@ -279,7 +279,8 @@ def versions() -> dict[str, str]:
     return found
 
 
-def _read_outcome(target: Target, folder: Path) -> Program | Failure:
+def read_outcome(target: Target, folder: Path) -> Program | Failure:
+    """Read the outcome of a job from the files that a worker wrote to `folder`."""
     result = json.loads((folder / "result.json").read_text(encoding="utf-8"))
     assignment = read_assignment(folder)
     if "error" in result:

@@ -1,0 +1,28 @@
+"""Reports of programs that a compiler made once, and the kernels of steps, are what they were.
+
+After a change that is meant to change it, `python -m tests.rmt_tpu.analysis.recorded` writes it
+anew.
+"""
+
+import pytest
+
+from tests.rmt_tpu.analysis import recorded, recorded_kernels
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("recorded")
+    recorded.unpack(folder)
+    return folder
+
+
+@pytest.mark.parametrize("name", recorded.REPORTS)
+def test_a_report_is_as_it_was(name, folder):
+    expected = (recorded.FOLDER / f"{name}.txt").read_text("utf-8")
+    assert recorded.read_again(name, folder) == expected
+
+
+@pytest.mark.parametrize("name", recorded_kernels.STEPS)
+def test_kernels_of_a_step_have_the_blocks_that_they_had(name):
+    expected = (recorded.FOLDER / f"{name}.txt").read_text("utf-8")
+    assert recorded_kernels.report(name) == expected
