@@ -3,8 +3,8 @@
     python -m tests.rmt_tpu.analysis.recorded [--compile]
 
 The program writes what tests expect into recorded/*.txt, from the files of the compiler in
-recorded.tar.xz and from traced steps (`recorded_kernels`): look at the difference before you commit
-it. With --compile it compiles anew.
+recorded.tar.xz, from traced steps (`recorded_kernels`) and from lists (`recorded_lists`): look at
+the difference before you commit it. With --compile it compiles anew.
 """
 
 import contextlib
@@ -34,7 +34,7 @@ from rmt_tpu.config.presets import run
 from rmt_tpu.estimator import TARGETS, parse_topology, programs
 from rmt_tpu.estimator import report as op_report
 from rmt_tpu.estimator.hlo import Bytes
-from tests.rmt_tpu.analysis import recorded_kernels
+from tests.rmt_tpu.analysis import recorded_kernels, recorded_lists
 
 FOLDER = Path(__file__).with_name("recorded")
 ARCHIVE = FOLDER.with_suffix(".tar.xz")
@@ -161,3 +161,5 @@ if __name__ == "__main__":
             (FOLDER / f"{name}.txt").write_text(read_again(name, Path(scratch)), encoding="utf-8")
     for name in recorded_kernels.STEPS:
         (FOLDER / f"{name}.txt").write_text(recorded_kernels.report(name), encoding="utf-8")
+    for name, made in recorded_lists.LISTS.items():
+        (FOLDER / f"{name}.txt").write_text(made(), encoding="utf-8")

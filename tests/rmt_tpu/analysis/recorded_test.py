@@ -6,7 +6,7 @@ anew.
 
 import pytest
 
-from tests.rmt_tpu.analysis import recorded, recorded_kernels
+from tests.rmt_tpu.analysis import recorded, recorded_kernels, recorded_lists
 
 
 @pytest.fixture(scope="module")
@@ -26,3 +26,9 @@ def test_a_report_is_as_it_was(name, folder):
 def test_kernels_of_a_step_have_the_blocks_that_they_had(name):
     expected = (recorded.FOLDER / f"{name}.txt").read_text("utf-8")
     assert recorded_kernels.report(name) == expected
+
+
+@pytest.mark.parametrize("name", recorded_lists.LISTS)
+def test_a_list_is_as_it_was(name):
+    expected = (recorded.FOLDER / f"{name}.txt").read_text("utf-8")
+    assert recorded_lists.LISTS[name]() == expected

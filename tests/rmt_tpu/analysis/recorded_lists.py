@@ -1,0 +1,77 @@
+"""What the project offers by name, a line each: presets, experiments, and cases for a device.
+
+Part of what `recorded` keeps. Of a config it keeps a checksum of its differences from gpt2-tiny's.
+"""
+
+import json
+import zlib
+
+from rmt_tpu import cost
+from rmt_tpu.analysis import device_cases
+from rmt_tpu.config import RunConfig, overrides, presets
+from rmt_tpu.experiments import catalog, plan
+from tests import cli
+
+_FIRST = overrides.to_json(presets.run("gpt2-tiny"))
+
+
+def _checksum(*texts: str) -> str:
+    return f"{zlib.crc32(json.dumps(texts).encode()):08x}"
+
+
+def _text(config: RunConfig) -> str:
+    return "; ".join(overrides.differences(_FIRST, overrides.to_json(config)))
+
+
+def _rest(value: object) -> str:
+    """The fields of a plan, an arm or a search, without configs."""
+    left_out = ("arms", "config", "searches") if isinstance(value, plan.Plan) else ("config",)
+    return repr([x for name, x in vars(value).items() if name not in left_out])
+
+
+def all_presets() -> str:
+    lines = []
+    for name in presets.presets():
+        config = presets.run(name)
+        parameters = sum(cost.parameters(config.model).values())
+        flops = cost.causal_flops_per_token(config.model, config.data.seq_len)
+        kept = _checksum(_text(config))
+        lines.append(f"{name} {kept} {parameters:,} {flops:,} {presets.about(name)}\n")
+    return "".join(lines)
+
+
+def all_experiments() -> str:
+    lines = []
+    for name, experiment in catalog.EXPERIMENTS.items():
+        lines.append(f"{name}: {experiment.shows}; {experiment.source}; {experiment.takes}\n")
+        for scale in ("tiny", "paper"):
+            if experiment.plan is not None:
+                made = experiment.plan(scale)
+                runs = map(_text, plan.all_runs(made))
+                rest = map(_rest, [made, *made.arms, *made.searches.values()])
+                lines.append(f"  {scale}: {len(made.arms)} arms {_checksum(*runs, *rest)}\n")
+            if experiment.reports is not None:
+                commands = experiment.reports(scale, "runs/{}".format)
+                lines += [f"  {scale}: {' '.join(command)}\n" for command in commands]
+    return "".join(lines)
+
+
+def all_device_cases() -> str:
+    return "".join(
+        f"{case.op} {case.size}: {case.flops:,} FLOPs, {case.gradients} {case.narrow} "
+        f"{sorted(case.exact.items())} {sorted(case.wide)} {sorted(case.cancels)}\n"
+        for scale in ("small", "real")
+        for case in device_cases.cases(scale)
+    )
+
+
+def all_help() -> str:
+    programs = [
+        file.stem
+        for file in sorted((cli.ROOT / "recipes").glob("*.py"))
+        if 'if __name__ == "__main__"' in file.read_text(encoding="utf-8")
+    ]
+    return "\n".join(f"# {name}\n{cli.succeed(name, '--help').stdout}" for name in programs)
+
+
+LISTS = {made.__name__: made for made in (all_presets, all_experiments, all_device_cases, all_help)}
