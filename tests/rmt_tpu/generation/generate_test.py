@@ -94,6 +94,15 @@ def test_numbers_that_float32_has_not_leave_the_likeliest():
     assert sample(penalize(logits, seen, how), jnp.array([0]), how) == 2
 
 
+def test_a_penalty_is_for_the_tokens_that_a_row_has_seen():
+    """Positive logits are divided by it and others multiplied; a penalty of 1 changes nothing."""
+    logits = jnp.array([[2.0, -1.0, 3.0, -4.0]] * 3)
+    seen = jnp.array([[True, True, False, False], [True, True, True, True], [False] * 4])
+    how = choice([Sampling(repetition_penalty=penalty) for penalty in (2.0, 1.0, 2.0)])
+    expected = [[1.0, -2.0, 3.0, -4.0], *logits[1:].tolist()]
+    assert penalize(logits, seen, how).tolist() == expected
+
+
 @pytest.mark.slow
 def test_a_draw_is_of_its_row_alone():
     """Whatever is beside it, and in whichever slot."""

@@ -65,6 +65,36 @@ def wandb(monkeypatch):
     return module
 
 
+def test_records_of_tensorboard(tmp_path):
+    """An event file has what TensorBoard is to show, at its step."""
+    from tensorboardX.proto.event_pb2 import Event
+
+    png = bytes(16) + struct.pack(">II", 30, 20)
+    tracker = tensorboard.TensorBoard(open_folder(tmp_path), 7, print)
+    tracker.config({"seed": 3})
+    tracker.metrics(8, {"loss": 2.5, "rate": 0.5})
+    tracker.picture(9, "curve", png)
+    tracker.text(10, "sample", "once")
+    tracker.close(failed=False)
+    (file,) = (tmp_path / "tensorboard").iterdir()
+    content, events = file.read_bytes(), []
+    while content:
+        (length,) = struct.unpack("<Q", content[:8])
+        events.append(Event.FromString(content[12 : 12 + length]))
+        content = content[16 + length :]
+    first, session, config, metrics, picture, sample = events
+    assert first.file_version == "brain.Event:2"
+    assert session.step == 7 and session.session_log.status == session.session_log.START
+    assert config.step == 0 and config.summary.value[0].tag == "config/text_summary"
+    assert config.summary.value[0].tensor.string_val == [b'    {\n      "seed": 3\n    }']
+    values = [(value.tag, value.simple_value) for value in metrics.summary.value]
+    assert metrics.step == 8 and values == [("loss", 2.5), ("rate", 0.5)]
+    (shown,) = picture.summary.value
+    assert (picture.step, shown.tag, shown.image.width, shown.image.height) == (9, "curve", 30, 20)
+    assert shown.image.encoded_image_string == png and shown.image.colorspace == 4
+    assert sample.step == 10 and sample.summary.value[0].tensor.string_val == [b"once"]
+
+
 def start(folder, told, step=0):
     return SideFiles(open_folder(folder), step, config(tracker="wandb"), told.append)
 
