@@ -101,6 +101,22 @@ def check_array(name: str, x: Any, axes: str, *, or_int16: bool = False) -> None
         )
 
 
+def check_shapes(beside: str, **wanted: tuple[Any, tuple[Any, ...]]) -> None:
+    """Raise ValueError if an array has another shape than the one that fits the other arrays.
+
+    Args:
+      beside: the arrays that the shapes follow from, in words.
+      **wanted: maps the name of each argument to the array and the shape that fits. An array that
+        is None is skipped.
+    """
+    for name, (x, shape) in wanted.items():
+        if x is not None and tuple(x.shape) != tuple(shape):
+            raise ValueError(
+                f"{name} has shape {list(x.shape)}, but must have shape {list(shape)} to fit "
+                f"{beside}"
+            )
+
+
 def check_tokens(**counts: Any) -> None:
     """Raise ValueError if a number of tokens per row is symbolic (a dimension of `jax.export`)."""
     for name, count in counts.items():

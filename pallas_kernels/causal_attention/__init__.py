@@ -24,7 +24,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int
 
-from pallas_kernels.arguments import StackSlice, read_slices, write_slice
+from pallas_kernels.arguments import StackSlice, check_shapes, read_slices, write_slice
 from pallas_kernels.call import LANES, round_up
 from pallas_kernels.causal_attention import cudnn, divided, mosaic_tpu, neighbours, plain
 from pallas_kernels.causal_attention.checks import (
@@ -162,10 +162,17 @@ def attention_backward(
     """Return the cotangent of qkv, given the results of `attention_forward`.
 
     The results are `out` and `log_sums`. `d_out` is the cotangent of `out`.
+
+    Raises:
+      ValueError: as in `attention_forward`, or one of the three does not fit qkv.
     """
     call = _AttentionCall(rows, implementation, kv_heads, over)
     arrays = qkv, scale, slopes, segment_ids
     call, operands = _checked(call, AttentionOperands(*arrays, window=window, cap=cap))
+    heads = qkv.shape[2] - 2 * call.kv_heads
+    shape = (*qkv.shape[:2], heads, qkv.shape[3])
+    results = {"out": (out, shape), "log_sums": (log_sums, shape[:3]), "d_out": (d_out, shape)}
+    check_shapes(f"qkv {list(qkv.shape)}", **results)
     return _backward(call, operands, ResultsAndCotangent(out, log_sums, d_out))[0]
 
 

@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.arguments import check_shapes
 from pallas_kernels.causal_attention.interface import (
     AttentionOperands,
     KeysAndValues,
@@ -240,7 +241,16 @@ def merged(
     """Combine the outputs and log-sum-exps of attention to two disjoint sets of keys.
 
     The result is as if each query had attended to both sets. It has the dtype of the log-sum-exps.
+
+    Raises:
+      ValueError: shapes do not fit.
     """
+    out, _ = one
+    wanted = {"other[0]": (other[0], out.shape)}
+    wanted |= {
+        f"{name}[1]": (x[1], out.shape[:-1]) for name, x in {"one": one, "other": other}.items()
+    }
+    check_shapes(f"one[0] {list(out.shape)}", **wanted)
     sums = jnp.logaddexp(one[1], other[1])
     weigh = lambda x, of: x.astype(sums.dtype) * jnp.exp(of - sums)[..., None]
     return weigh(*one) + weigh(*other), sums

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.arguments import check_array, check_tokens
+from pallas_kernels.arguments import check_array, check_shapes, check_tokens
 from pallas_kernels.delta_attention import mosaic_tpu, xla
 from pallas_kernels.delta_attention.interface import DeltaOperands
 from pallas_kernels.delta_attention.reference import delta_step
@@ -133,9 +133,5 @@ def _check(q, k, v, log_decay, beta, state, segment_ids):
     if segment_ids is not None:
         shapes["segment_ids"] = lead[:2]
     arrays |= {"beta": beta, "state": state, "segment_ids": segment_ids}
-    for name, shape in shapes.items():
-        if arrays[name].shape != shape:
-            raise ValueError(
-                f"{name} has shape {list(arrays[name].shape)}, but must have shape {list(shape)} "
-                f"to fit q {list(q.shape)} and v {list(v.shape)}"
-            )
+    wanted = {name: (arrays[name], shape) for name, shape in shapes.items()}
+    check_shapes(f"q {list(q.shape)} and v {list(v.shape)}", **wanted)

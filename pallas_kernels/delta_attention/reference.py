@@ -8,6 +8,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.arguments import check_array, check_shapes
+
 
 def delta_attention(
     q: Float[Array, "batch seq heads K"],
@@ -53,7 +55,15 @@ def delta_step(
 
     With S the state: `S' = e^g S`, `S'' = S' + beta k (v - k^T S')^T`. The token reads `scale q^T
     S''`, and S'' is the new state.
+
+    Raises:
+      ValueError: shapes do not fit.
     """
+    check_array("state", state, "batch heads K V")
+    lead, (K, V) = state.shape[:2], state.shape[2:]
+    keys = {"q": (q, (*lead, K)), "k": (k, (*lead, K)), "log_decay": (log_decay, (*lead, K))}
+    of_heads = {"v": (v, (*lead, V)), "beta": (beta, lead)}
+    check_shapes(f"state {list(state.shape)}", **keys, **of_heads)
     q, k, values, log_decay, beta = (x.astype(state.dtype) for x in (q, k, v, log_decay, beta))
     state = jnp.exp(log_decay)[..., None] * state
     # Compute these products as sums on the vector unit, which are exact and read the state only

@@ -42,7 +42,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from pallas_kernels.arguments import Norm, check_array
+from pallas_kernels.arguments import Norm, check_array, check_shapes
 from pallas_kernels.depth_attention import (
     mosaic_gpu,
     mosaic_tpu,
@@ -217,8 +217,21 @@ def depth_attention_partial_backward(
       accumulate: gradients to which the sources' gradients are added, or None.
       queries, sources, gains, count, prior, epsilon, key_axis, implementation: as in
         `depth_attention_partial`.
+
+    Raises:
+      ValueError: as in `depth_attention_partial`, or a result or cotangent does not fit.
     """
     operands, rows, per_token = _checked(queries, sources, gains, count, prior, epsilon)
+    of_sites = (queries.shape[0], *sources.shape[1:])
+    sums = of_sites[: len(of_sites) - len(queries.shape[1:])]
+    check_shapes(
+        f"queries {list(queries.shape)} and sources {list(sources.shape)}",
+        mixed=(mixed, of_sites),
+        log_sums=(log_sums, sums),
+        d_mixed=(d_mixed, of_sites),
+        d_log_sums=(d_log_sums, sums),
+        accumulate=(accumulate, sources.shape),
+    )
     d_queries, d_sources, d_prior = _partial_backward(
         _DepthCall(epsilon, implementation, key_axis=_dividing(key_axis)),
         operands,

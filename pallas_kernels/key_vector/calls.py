@@ -17,10 +17,17 @@ from pallas_kernels.arguments import (
     check_epsilon,
     check_fraction_bits,
     check_norm,
+    check_shapes,
     read_slices,
 )
 from pallas_kernels.key_vector import mosaic_gpu, mosaic_tpu, sharded, triton_gpu, xla
-from pallas_kernels.key_vector.interface import FRACTION_BITS, Gradients, SiteBackward, SiteOperands
+from pallas_kernels.key_vector.interface import (
+    FRACTION_BITS,
+    Gradients,
+    SiteBackward,
+    SiteOperands,
+    Statistics,
+)
 from pallas_kernels.platform import Implementations
 
 # A platform's kernels become the default once they are measured to be faster than plain JAX; see
@@ -79,6 +86,13 @@ def check(call: KeyVectorCall, site: SiteOperands, *, reads: bool = True) -> Key
     if store_keys is not None or not reads:
         _check_store(residual, store_keys, data, call.key_axis)
     return call
+
+
+def check_statistics(residual, statistics: Statistics) -> None:
+    """Raise ValueError unless the statistics are of as many tokens as the residual [B, N, K, V]."""
+    batch, *tokens = residual.shape[:-2]
+    wanted = statistics.both, (batch, 2, *tokens)
+    check_shapes(f"residual {list(residual.shape)}", statistics=wanted)
 
 
 def check_dtype(dtype: DTypeLike) -> jnp.dtype:

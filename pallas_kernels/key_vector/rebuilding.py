@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, DTypeLike, Float, Shaped
 
-from pallas_kernels.arguments import Norm, StackSlice, read_slices
+from pallas_kernels.arguments import Norm, StackSlice, check_shapes, read_slices
 from pallas_kernels.key_vector import calls, sharded
 from pallas_kernels.key_vector.calls import KeyVectorCall
 from pallas_kernels.key_vector.interface import (
@@ -117,11 +117,15 @@ def norm_retrieve_again(
 
     Returns:
       The retrieved vectors.
+
+    Raises:
+      ValueError: the shapes do not fit, or the norm is unknown.
     """
     site, dtype = SiteOperands(residual, gain=gain, read_keys=read_keys), calls.check_dtype(dtype)
     call = calls.check(
         KeyVectorCall(norm, epsilon, implementation, dtype, key_axis, fraction_bits), site
     )
+    calls.check_statistics(residual, statistics)
     if call.key_axis is not None:
         return calls.read(call, read_slices(site))[0]
     out = calls.run(call, "forward", site, statistics, dtype=call.dtype, **calls.read_options(call))
@@ -174,6 +178,15 @@ def undo(
     site = SiteOperands(residual, store_keys, data, gain, read_keys)
     call = calls.check(
         KeyVectorCall(norm, 0.0, implementation, None, key_axis, fraction_bits), site
+    )
+    calls.check_statistics(residual, statistics)
+    own = data.shape[:-2] if call.key_axis is not None else residual.shape[:-2]
+    of_reads = (*own, read_keys.shape[0], residual.shape[-1])
+    check_shapes(
+        f"residual {list(residual.shape)} and read_keys {list(read_keys.shape)}",
+        d_residual=(d_residual, residual.shape),
+        d_retrieved=(d_retrieved, of_reads),
+        retrieved=(retrieved, of_reads),
     )
     if retrieved is None and call.key_axis is not None:
         raise ValueError("retrieved is None; with a key_axis, undo needs the argument `retrieved`")

@@ -15,8 +15,10 @@ import functools
 from typing import Literal
 
 import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.arguments import check_array, check_shapes
 from pallas_kernels.platform import Implementations, reverse_mode
 from pallas_kernels.token_rows import mosaic_tpu, xla
 
@@ -51,8 +53,17 @@ def rows_of_tokens(
 
     Raises:
       UnsupportedImplementation: a named implementation is unknown or does not support the gradient.
+      ValueError: the number of choices is no multiple of the number of tokens, or an array has
+        another number of axes.
       TypeError: the op is differentiated in forward mode.
     """
+    check_array("x", x, "tokens width")
+    _check(order, places)
+    if not len(x) or len(places) % len(x):
+        raise ValueError(
+            f"places has {len(places)} choices of {len(x)} tokens; legal: the same number for each "
+            "token"
+        )
     return _rows(implementation, len(places) // len(x), x, order, places)
 
 
@@ -74,9 +85,22 @@ def sums_of_rows(
 
     Raises:
       UnsupportedImplementation: a named implementation is unknown or does not support this call.
+      ValueError: the number of choices is no multiple of `each`, `order` has not a number for each
+        row, or an array has another number of axes.
       TypeError: the op is differentiated in forward mode.
     """
+    check_array("rows", rows, "rows width")
+    _check(order, places)
+    check_shapes(f"rows {list(rows.shape)}", order=(order, rows.shape[:1]))
+    if len(places) % each:
+        raise ValueError(f"places has {len(places)} choices; legal: a multiple of each={each}")
     return _sums(implementation, each, rows, order, places)
+
+
+def _check(order, places) -> None:
+    for name, x in {"order": order, "places": places}.items():
+        if x.ndim != 1 or not jnp.issubdtype(x.dtype, jnp.integer):
+            raise ValueError(f"{name} is {x.dtype}{list(x.shape)}; legal: one axis of integers")
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))

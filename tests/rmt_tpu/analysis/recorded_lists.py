@@ -1,4 +1,4 @@
-"""What the project offers by name, a line each: presets, experiments, and cases for a device.
+"""What the project offers by name: presets, experiments, cases for a device, checks of arguments.
 
 Part of what `recorded` keeps. Of a config it keeps a checksum of its differences from gpt2-tiny's.
 """
@@ -6,11 +6,15 @@ Part of what `recorded` keeps. Of a config it keeps a checksum of its difference
 import json
 import zlib
 
+import jax
+import jaxtyping
+
 from rmt_tpu import cost
 from rmt_tpu.analysis import device_cases
 from rmt_tpu.config import RunConfig, overrides, presets
 from rmt_tpu.experiments import catalog, plan
 from tests import cli
+from tests.pallas_kernels import public_ops
 
 _FIRST = overrides.to_json(presets.run("gpt2-tiny"))
 
@@ -65,6 +69,29 @@ def all_device_cases() -> str:
     )
 
 
+def all_arguments() -> str:
+    """What an op says of an array with one entry or one axis more than fits, or that it fits."""
+    lines = []
+    jaxtyping.config.update("jaxtyping_disable", True)  # tests check annotations, others do not
+    for op, call in public_ops.CALLS.items():
+        for name, x in call.given.items():
+            longer = [
+                [size + (n == axis) for n, size in enumerate(x.shape)] for axis in range(x.ndim)
+            ]
+            for shape in [*longer, [*x.shape, 1]]:
+                given = call.given | {name: jax.ShapeDtypeStruct(tuple(shape), x.dtype)}
+                try:
+                    jax.eval_shape(lambda given, call=call: call.run("xla", given), given)
+                    told = "fits"
+                except ValueError as error:
+                    told = "an error of the call" if "zip()" in str(error) else str(error)
+                except TypeError:  # the call reshapes what it gives to the op
+                    told = "an error of the call"
+                lines.append(f"{op}: {name} {shape}: {told}\n")
+    jaxtyping.config.update("jaxtyping_disable", False)
+    return "".join(lines)
+
+
 def all_help() -> str:
     programs = [
         file.stem
@@ -74,4 +101,5 @@ def all_help() -> str:
     return "\n".join(f"# {name}\n{cli.succeed(name, '--help').stdout}" for name in programs)
 
 
-LISTS = {made.__name__: made for made in (all_presets, all_experiments, all_device_cases, all_help)}
+_ALL = all_presets, all_experiments, all_device_cases, all_arguments, all_help
+LISTS = {made.__name__: made for made in _ALL}
