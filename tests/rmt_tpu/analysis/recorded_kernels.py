@@ -17,6 +17,9 @@ from rmt_tpu.analysis.step_cost import TrainStep, trace_config
 from rmt_tpu.estimator import DEVICES
 from rmt_tpu.estimator.spaces import Problem, problem_of
 
+# Mosaic GPU's kernels run only with a later jax here, so with this one a checksum of their text is
+# kept. Another version writes the same kernel otherwise.
+HAS_BODIES = jax.__version__.startswith("0.10.")
 _DEPTH = {"model.num_layers": 4}
 STEPS = {
     "rmt-305m@v5e": TrainStep("rmt-305m"),
@@ -71,7 +74,8 @@ def _is_tpu(params: dict[str, Any]) -> bool:
 def _described(params: dict[str, Any]) -> str:
     if "meshes" in params:  # Mosaic GPU's
         (mesh,), (jaxpr,) = params["meshes"], params["jaxprs"]
-        lines = [f"{params['name']} {mesh.grid} {mesh.num_threads}"]
+        body = f" body {zlib.crc32(str(jaxpr).encode()):08x}" if HAS_BODIES else ""
+        lines = [f"{params['name']} {mesh.grid} {mesh.num_threads}{body}"]
         arrays = [str(var.aval) for var in getattr(jaxpr, "jaxpr", jaxpr).invars]
     else:
         mapping, cost = params["grid_mapping"], params["cost_estimate"]

@@ -4,6 +4,8 @@ After a change that is meant to change it, `python -m tests.rmt_tpu.analysis.rec
 anew.
 """
 
+import re
+
 import pytest
 
 from tests.rmt_tpu.analysis import recorded, recorded_kernels, recorded_lists
@@ -25,6 +27,8 @@ def test_a_report_is_as_it_was(name, folder):
 @pytest.mark.parametrize("name", recorded_kernels.STEPS)
 def test_kernels_of_a_step_have_the_blocks_that_they_had(name):
     expected = (recorded.FOLDER / f"{name}.txt").read_text("utf-8")
+    if not recorded_kernels.HAS_BODIES:  # the emulator runs them instead: mosaic_gpu_test.py
+        expected = re.sub(" body [0-9a-f]{8}", "", expected)
     assert recorded_kernels.report(name) == expected
 
 
