@@ -59,6 +59,23 @@ def test_an_int16_residual_is_legal_and_int16_data_are_not(unannotated):
         pallas_kernels.store_norm_retrieve(**site(data=jnp.zeros((B, N, R, V), jnp.int16)))
 
 
+@pytest.mark.parametrize("op", ["store", "norm_retrieve", "store_norm_retrieve"])
+def test_an_int16_residual_has_no_derivatives(op):
+    """`jax.grad` would take its cotangent for zero."""
+    names = {"store": ("store_keys", "data"), "norm_retrieve": ("gain", "read_keys")}
+    arrays = site(residual=jnp.zeros((B, N, K, V), jnp.int16))
+    arrays = {name: arrays[name] for name in ("residual", *names.get(op, arrays))}
+    floats = {name: x for name, x in arrays.items() if name != "residual"}
+    options = {"dtype": "float32"} if op == "norm_retrieve" else {}
+
+    def loss(floats):
+        out = getattr(pallas_kernels, op)(**arrays | floats, **options)
+        return sum(x.astype(jnp.float32).sum() for x in jax.tree.leaves(out))
+
+    with pytest.raises(pallas_kernels.UnsupportedImplementation, match="dtype int16, which jax.gr"):
+        jax.eval_shape(jax.grad(loss), floats)
+
+
 def test_what_is_read_of_an_int16_residual_needs_a_dtype_of_floats():
     op, (_, _, _, gain, r) = pallas_kernels.norm_retrieve, site().values()
     fixed = jnp.zeros((B, N, K, V), jnp.int16)

@@ -333,6 +333,9 @@ def test_sources_and_templates_that_do_not_fit(tmp_path):
         find_template("messages", BYTE, "", "format")
     with pytest.raises(UsageError, match="/x cannot be read"):
         find_template("messages", BYTE, f"{tmp_path}/x", "format")
+    (tmp_path / "damaged").write_text("{% for %}")
+    with pytest.raises(UsageError, match="damaged"):  # before a document is read
+        find_template("messages", BYTE, f"{tmp_path}/damaged", "format")
     refuses = ChatTemplate("{{ raise_exception('no') }}", BYTE)
     source = write(tmp_path / "b.jsonl", conversations(1))
     with pytest.raises(UsageError, match="cannot be rendered: the chat template refuses"):
