@@ -12,6 +12,7 @@ import jaxtyping
 from rmt_tpu import cost
 from rmt_tpu.analysis import device_cases
 from rmt_tpu.config import RunConfig, overrides, presets
+from rmt_tpu.estimator.ops import OPS
 from rmt_tpu.experiments import catalog, plan
 from tests import cli
 from tests.pallas_kernels import public_ops
@@ -69,6 +70,16 @@ def all_device_cases() -> str:
     )
 
 
+def all_op_cases() -> str:
+    """The cases that kernel_report times, with their least work in both directions."""
+    return "".join(
+        f"{op} {case.name} {direction}: {case.work(direction)}\n"
+        for op, entry in OPS.items()
+        for case in entry.cases()
+        for direction in ("forward", "training")
+    )
+
+
 def all_arguments() -> str:
     """What an op says of an array with one entry or one axis more than fits, or that it fits."""
     lines = []
@@ -101,5 +112,5 @@ def all_help() -> str:
     return "\n".join(f"# {name}\n{cli.succeed(name, '--help').stdout}" for name in programs)
 
 
-_ALL = all_presets, all_experiments, all_device_cases, all_arguments, all_help
+_ALL = all_presets, all_experiments, all_device_cases, all_op_cases, all_arguments, all_help
 LISTS = {made.__name__: made for made in _ALL}
