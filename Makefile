@@ -46,7 +46,7 @@ $(NIGHT:%=build/night/%): $(NIGHT_CODE) | $(VENV)/installed-test $(VENV)/install
 	begin=$$(date +%s) && $(RUN) && \
 	echo "$(@F): $$(( $$(date +%s) - begin )) s" > $@ && cat $@
 
-# Slips in the code, and which share of them the fast tests notice: an hour or two, by night. What has
+# Slips in the code, and which share of them tests notice: two hours, by night. What has
 # been found out is kept in build/mutations: a run that was cut off goes on until the code changes.
 SEED ?= 45
 COUNT ?= 200

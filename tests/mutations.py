@@ -1,10 +1,10 @@
 """Estimate which share of slips in the code the tests notice: `make mutations`.
 
-The program records which lines each fast test file runs, draws product lines, puts one slip in each
-in a copy of the project, and runs the test files that run the line until a test fails or the budget
-is spent. Another run goes on where one was cut off while the code is the same. mutmut and
-cosmic-ray do not serve: mutmut runs tests in one process, which these must not share, and
-cosmic-ray runs one command for every slip.
+The program records which lines each test file's fast tests run, draws product lines, puts one slip
+in each in a copy of the project, and runs the fast tests of the files that run the line until one
+fails or the budget is spent, and then their slow tests, with the same budget. Another run goes on
+where one was cut off while the code is the same. mutmut and cosmic-ray do not serve: mutmut runs
+tests in one process, which these must not share, and cosmic-ray runs one command for every slip.
 
 A line `FILE:LINE: OPERATOR: BEFORE -> AFTER  # REASON` of `tests/mutations_excused.txt` excuses a
 slip that changes nothing: it is not counted, and neither is one that no test has run.
@@ -40,7 +40,7 @@ LEFT_FIELDS = {"annotation", "returns", "msg", "pattern"}
 LEFT_TESTS = {"tests/build_test.py", "tests/docs_test.py"}  # they read the text of the code
 PYTEST = "-m pytest -v --tb=no --no-header --disable-warnings -p no:cacheprovider".split()
 PYTEST += ["-o", "faulthandler_timeout=120", "-o", "faulthandler_exit_on_timeout=true"]  # a test's
-PYTEST += ["-m", "not slow and not compile"]
+TIERS = {"fast": "not slow and not compile", "slow": "slow and not compile"}
 TEST = re.compile(r"^(\S+_test\.py::.+?)(?: (?:PASSED|FAILED|ERROR|SKIPPED|X).*)?$", re.MULTILINE)
 
 
@@ -149,39 +149,46 @@ def pytest(project: Path, seconds: float, *arguments: str, **environment) -> tup
     return code in (0, 5, 124, 137, -9), ["", *TEST.findall(text)][-1]
 
 
-def outcome(project: Path, slip: tuple, tests: list[str], budget: float, failing: list[str]):
-    """Try a slip; return "noticed" or "survived", and the test that noticed."""
+def outcome(project: Path, slip: tuple, tests: list[str], budget: float, passed: dict[str, bool]):
+    """Try a slip; return a key of TIERS or "survived", and the test that noticed."""
     file, _, start, end, after, _ = slip
-    path, over = project / file, time.time() + budget
-    source, left = path.read_bytes(), [f"--deselect={test}" for test in failing]
-    # Its size is not the source's, so Python compiles each anew, even within a second.
-    text = after if after == "pass" else f"({after})"
-    path.write_bytes(source[:start] + text.encode() + source[end:])
-    try:
-        while tests and time.time() < over:
-            some, tests = tests[:FILES_AT_ONCE], tests[FILES_AT_ONCE:]
-            well, test = pytest(project, over - time.time(), "-x", *some, *left)
-            if not well:
-                return "noticed", test or "collection"
-    finally:
-        path.write_bytes(source)
+    path = project / file
+    source, text = path.read_bytes(), after if after == "pass" else f"({after})"
+    for tier, marks in TIERS.items():
+        left, over = tests, time.time() + budget
+        while left and time.time() < over:
+            some = [f"--deselect={test}" for test, well in passed.items() if not well]
+            # Its size is not the source's, so Python compiles each anew, even within a second.
+            path.write_bytes(source[:start] + text.encode() + source[end:])
+            some += left[:FILES_AT_ONCE]
+            well, test = pytest(project, over - time.time(), "-x", "-m", marks, *some)
+            path.write_bytes(source)
+            if well:
+                left = left[FILES_AT_ONCE:]
+                continue
+            if test and test not in passed:  # as a slow one is, which was not recorded
+                passed[test], _ = pytest(project, budget, test)
+            if passed.get(test, True):
+                return tier, test or "collection"
     return "survived", ""
 
 
 def counted(rows) -> list[str]:
-    return [row["outcome"] for row in rows if row["outcome"] in ("noticed", "survived")]
+    return [row["outcome"] for row in rows if row["outcome"] in (*TIERS, "survived")]
 
 
 def report(rows: list[dict]) -> str:
     """Return a table of shares with Wilson's 95% intervals, and the slips by outcome."""
-    lines, z2 = ["package         noticed   of   share  95% interval"], 1.96**2
+    lines, z2 = ["package         fast slow   of   share  95% interval"], 1.96**2
     for package in (*PACKAGES, ""):
         ours = counted(row for row in rows if row["slip"].startswith(package))
         if n := len(ours):
-            k = ours.count("noticed")
+            fast, slow = map(ours.count, TIERS)
+            k = fast + slow
             centre, spread = k + z2 / 2, (z2 * (k * (n - k) / n + z2 / 4)) ** 0.5
             low, high = ((centre + sign * spread) / (n + z2) for sign in (-1, 1))
-            lines.append(f"{package or 'all':15} {k:7} {n:4} {k / n:7.1%}  {low:.1%} to {high:.1%}")
+            share = f"{k / n:7.1%}  {low:.1%} to {high:.1%}"
+            lines.append(f"{package or 'all':15} {fast:4} {slow:4} {n:4} {share}")
     for title in ("survived", "not run", "excused"):
         some = [row["slip"] for row in rows if row["outcome"] == title]
         lines += [f"\n{title}: {len(some)}", *some]
@@ -196,7 +203,8 @@ def recorded(folder: Path, project: Path, jobs: int):
         shutil.rmtree(some, ignore_errors=True)
         some.mkdir()
         parallel = ["-n", str(jobs), "--dist", "loadgroup"] if jobs > 1 else []
-        pytest(project, 7200, "-p", "tests.lines", *parallel, **{FOLDER: some})
+        options = ["-p", "tests.lines", "-m", TIERS["fast"], *parallel]
+        pytest(project, 7200, *options, **{FOLDER: some})
         some.rename(folder)
     return read(folder, project)
 
@@ -205,7 +213,7 @@ def main(argv: list[str] | None = None, root: Path = ROOT) -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--seed", type=int, default=45)
     parser.add_argument("--count", type=int, default=200, help="slips that tests run")
-    parser.add_argument("--budget", type=float, default=300, help="seconds of tests for a slip")
+    parser.add_argument("--budget", type=float, default=300, help="seconds of a slip's fast tests")
     parser.add_argument("--jobs", type=int, default=2, help="slips that are tried at once")
     options = parser.parse_args(argv)
     excuses = (root / "tests/mutations_excused.txt").read_text("utf-8").splitlines()
@@ -239,7 +247,7 @@ def main(argv: list[str] | None = None, root: Path = ROOT) -> None:
         if not (tests := tests_of(slip, sources[slip[0]], ran, seconds)):
             return {"slip": name, "outcome": "not run"}
         project = free.get()
-        found, by = outcome(project, slip, tests, options.budget, failing)
+        found, by = outcome(project, slip, tests, options.budget, passed)
         free.put(project)
         row = {"slip": name, "outcome": found, "by": by, "seconds": round(time.time() - begin)}
         with log.open("a") as kept:

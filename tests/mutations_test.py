@@ -51,10 +51,19 @@ def unused():
     return not 1
 """
 TOY_TEST = """
+import pytest
 from sharding.runs import toy
 
 def test_that_always_fails():
     assert not toy.larger(3, 1)
+
+@pytest.mark.slow
+def test_a_slow_one_that_always_fails():
+    assert toy.LARGE == 4
+
+@pytest.mark.slow
+def test_large():
+    assert toy.LARGE == 5
 
 def test_larger():
     assert toy.larger(3, 1) == toy.larger(1, 3) == 3
@@ -77,7 +86,7 @@ def project(tmp_path, monkeypatch):
 
 
 def test_a_draw(project, capsys):
-    """The seed draws a line that no test runs, slips that change nothing, and one that does."""
+    """The seed draws slips that fast tests notice, that a slow one does, and that none does."""
 
     def printed(*arguments):
         mutations.main(["--seed=57", "--jobs=1", *arguments], project)
@@ -87,21 +96,21 @@ def test_a_draw(project, capsys):
     assert first[1].endswith("left out: tests/sharding/runs/toy_test.py::test_that_always_fails")
     rows = [json.loads(line) for line in first if line.startswith("{")]
     assert sorted((row["slip"].split(":", 1)[1], row["outcome"], row["by"]) for row in rows) == [
-        ("2: constant: 5 -> 6", "survived", ""),
+        ("2: constant: 5 -> 6", "slow", "tests/sharding/runs/toy_test.py::test_large"),
         ("7: comparison: a > b -> a >= b", "survived", ""),
-        ("8: returned None: a -> None", "noticed", "tests/sharding/runs/toy_test.py::test_larger"),
-        ("9: returned None: b -> None", "noticed", "tests/sharding/runs/toy_test.py::test_larger"),
+        ("8: returned None: a -> None", "fast", "tests/sharding/runs/toy_test.py::test_larger"),
+        ("9: returned None: b -> None", "fast", "tests/sharding/runs/toy_test.py::test_larger"),
     ]
-    table = first[-11:]
-    assert "sharding 2 4 50.0% 15.0% to 85.0%".split() in [line.split() for line in table]
+    table = first[-10:]
+    assert "sharding 2 1 4 75.0% 30.1% to 95.4%".split() in [line.split() for line in table]
     assert table[-4:-2] == ["not run: 1", "sharding/runs/toy.py:13: constant: 1 -> 2"]
     assert (project / "sharding/runs/toy.py").read_text("utf-8") == TOY
 
-    assert printed("--count=9")[-11:] == table  # nothing is tried again
+    assert printed("--count=9")[-10:] == table  # nothing is tried again
     excused = next(row["slip"] for row in rows if ">=" in row["slip"])
     excuses = project / "tests/mutations_excused.txt"
     excuses.write_text(f"{excused}  # the larger of two equal numbers is either\n")
-    assert "sharding 2 3 66.7% 20.8% to 93.9%".split() in [
+    assert "sharding 2 1 3 100.0% 43.8% to 100.0%".split() in [
         line.split() for line in printed("--count=9")
     ]
     excuses.write_text("".join(f"slip {n}  # why\n" for n in range(11)))
