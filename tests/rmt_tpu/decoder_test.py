@@ -238,14 +238,7 @@ def test_what_the_tables_do_not_have_is_nan(store):
 # Decoding --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "store, positions",
-    [
-        *(case for case in STORES_AND_POSITIONS if case != ("matrix", cfg.Alibi())),
-        *later(("matrix", cfg.Alibi())),  # parts_test.py decodes with it
-    ],
-    ids=label,
-)
+@pytest.mark.parametrize("store, positions", STORES_AND_POSITIONS, ids=label)
 def test_cached_logits_equal_uncached(store, positions):
     checks.assert_cached_equals_uncached(models.model(store, positions=positions))
 
