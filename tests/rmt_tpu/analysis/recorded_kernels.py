@@ -21,7 +21,14 @@ from rmt_tpu.estimator.spaces import Problem, problem_of
 # kept. Another version writes the same kernel otherwise.
 HAS_BODIES = jax.__version__.startswith("0.10.")
 _DEPTH = {"model.num_layers": 4}
-AT_NIGHT = "attnres-528m@v5e", "attnres-528m@h100", "kimi-tiny@v5e", "rmt-305m@v5e"
+AT_NIGHT = (
+    "rmt-305m@v5e",
+    "attnres-528m@v5e",
+    "kimi-tiny@v5e",
+    "rmt-attnres-305m@h100",
+    "attnres-528m@h100",
+    "attnres-528m@b200",
+)
 STEPS = {
     "rmt-305m@v5e": TrainStep("rmt-305m"),
     "rmt-attnres-305m@v5e": TrainStep("rmt-attnres-305m"),
