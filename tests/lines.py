@@ -18,7 +18,7 @@ PACKAGES = ("rmt_tpu", "pallas_kernels", "sharding", "recipes")
 
 
 class Recorder:
-    """The lines and the outcomes of this process's tests."""
+    """Records the lines, the outcomes and the seconds of this process's tests."""
 
     def __init__(self, folder: str):
         from coverage import Coverage

@@ -205,6 +205,7 @@ def recorded(folder: Path, project: Path, jobs: int):
         parallel = ["-n", str(jobs), "--dist", "loadgroup"] if jobs > 1 else []
         options = ["-p", "tests.lines", "-m", TIERS["fast"], *parallel]
         pytest(project, 7200, *options, **{FOLDER: some})
+        assert any(some.iterdir()), f"{project.with_name('output')} says why no test ran"
         some.rename(folder)
     return read(folder, project)
 

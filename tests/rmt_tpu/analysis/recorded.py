@@ -1,4 +1,4 @@
-"""Programs that a compiler made once, and all that is reported of them.
+"""Keep programs that a compiler made once, and all that is reported of them.
 
     python -m tests.rmt_tpu.analysis.recorded [--compile]
 
@@ -79,7 +79,7 @@ REPORTS = {report.__name__: report for report in (step, mesh, decoded, op)}
 
 
 def _thousand_times(row: step_cost.InstructionCost) -> step_cost.InstructionCost:
-    """Tables round to what is much in a step of a large model."""
+    """Return a row as large as in a step of a large model, because tables round."""
     return dataclasses.replace(
         row,
         by_model={name: 1000 * cycles for name, cycles in row.by_model.items()},
@@ -88,7 +88,7 @@ def _thousand_times(row: step_cost.InstructionCost) -> step_cost.InstructionCost
 
 
 def _lines(values) -> str:
-    """As JSON, with numbers of six digits and without the time that compiling took."""
+    """Return values as JSON, with six digits and without the seconds that compiling took."""
     text = json.dumps(values, indent=1)
     text = re.sub(r'"compile_seconds": [\d.]+', '"compile_seconds": null', text)
     text = re.sub(r"\d+\.\d+(e-?\d+)?", lambda number: f"{float(number[0]):.6g}", text)
@@ -102,7 +102,7 @@ def unpack(folder: Path) -> None:
 
 
 def read_again(name: str, folder: Path) -> str:
-    """The report of programs whose files `unpack` wrote into a folder."""
+    """Return the report of programs whose files `unpack` wrote into a folder."""
 
     def read(target, jobs, progress=None, *, buffers=False):
         for number, _ in enumerate(jobs):

@@ -1,6 +1,6 @@
-"""The kernels that train steps call, with grids and blocks, and how many others could be tuned to.
+"""List the kernels that train steps call, with grids, blocks, and the number of other block sizes.
 
-Part of what `recorded` keeps: a change of these changes no result.
+`recorded` keeps these lists as text, because a change of blocks changes no result.
 """
 
 import warnings
@@ -45,7 +45,7 @@ STEPS = {
 
 
 def report(name: str) -> str:
-    """A line for each kernel and one for each array or block of it; then what can be tuned."""
+    """Return a line for each kernel and for each of its blocks, and then what can be tuned."""
     chip = DEVICES[name.split("@")[1]]
     with lowering_for(chip.kind), tuned.collecting() as looks, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that there is no kernel for a call

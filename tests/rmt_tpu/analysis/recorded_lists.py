@@ -1,6 +1,6 @@
-"""What the project offers by name: presets, experiments, cases for a device, checks of arguments.
+"""Lists that `recorded` keeps: presets, experiments, cases for a device, checks of arguments.
 
-Part of what `recorded` keeps. Of a config it keeps a checksum of its differences from gpt2-tiny's.
+A config is kept as a checksum of its differences from that of gpt2-tiny.
 """
 
 import json
@@ -29,7 +29,7 @@ def _text(config: RunConfig) -> str:
 
 
 def _rest(value: object) -> str:
-    """The fields of a plan, an arm or a search, without configs."""
+    """Return the fields of a plan, an arm or a search as text, without configs."""
     left_out = ("arms", "config", "searches") if isinstance(value, plan.Plan) else ("config",)
     return repr([x for name, x in vars(value).items() if name not in left_out])
 
@@ -71,7 +71,7 @@ def all_device_cases() -> str:
 
 
 def all_op_cases() -> str:
-    """The cases that kernel_report times, with their least work in both directions."""
+    """List the cases that kernel_report times, with their least work in both directions."""
     return "".join(
         f"{op} {case.name} {direction}: {case.work(direction)}\n"
         for op, entry in OPS.items()
@@ -81,7 +81,7 @@ def all_op_cases() -> str:
 
 
 def all_arguments() -> str:
-    """What an op says of an array with one entry or one axis more than fits, or that it fits."""
+    """List how each op answers an array that has one entry or one axis too many."""
     lines = []
     jaxtyping.config.update("jaxtyping_disable", True)  # tests check annotations, others do not
     for op, call in public_ops.CALLS.items():
