@@ -2,8 +2,9 @@
 
 The program records which lines each test file's fast tests run, draws product lines, puts one slip
 in each in a copy of the project, and runs the fast tests of the files that run the line until one
-fails or the budget is spent, and then their slow tests, with the same budget. Another run goes on
-where one was cut off while the code is the same. mutmut and cosmic-ray do not serve: mutmut runs
+fails or the budget is spent. In the end it tries the slips that survived with the slow tests of the
+same files, with the same budget. Another run goes on where one was cut off while the code is the
+same. mutmut and cosmic-ray do not serve: mutmut runs
 tests in one process, which these must not share, and cosmic-ray runs one command for every slip.
 
 A line `FILE:LINE: OPERATOR: BEFORE -> AFTER  # REASON` of `tests/mutations_excused.txt` excuses a
@@ -149,27 +150,25 @@ def pytest(project: Path, seconds: float, *arguments: str, **environment) -> tup
     return code in (0, 5, 124, 137, -9), ["", *TEST.findall(text)][-1]
 
 
-def outcome(project: Path, slip: tuple, tests: list[str], budget: float, passed: dict[str, bool]):
-    """Try a slip; return a key of TIERS or "survived", and the test that noticed."""
+def outcome(project, slip: tuple, tests: list[str], tier: str, budget: float, passed: dict):
+    """Try a slip with one tier; return it or "survived", and the test that noticed."""
     file, _, start, end, after, _ = slip
-    path = project / file
+    path, over = project / file, time.time() + budget
     source, text = path.read_bytes(), after if after == "pass" else f"({after})"
-    for tier, marks in TIERS.items():
-        left, over = tests, time.time() + budget
-        while left and time.time() < over:
-            some = [f"--deselect={test}" for test, well in passed.items() if not well]
-            # Its size is not the source's, so Python compiles each anew, even within a second.
-            path.write_bytes(source[:start] + text.encode() + source[end:])
-            some += left[:FILES_AT_ONCE]
-            well, test = pytest(project, over - time.time(), "-x", "-m", marks, *some)
-            path.write_bytes(source)
-            if well:
-                left = left[FILES_AT_ONCE:]
-                continue
-            if test and test not in passed:  # as a slow one is, which was not recorded
-                passed[test], _ = pytest(project, budget, test)
-            if passed.get(test, True):
-                return tier, test or "collection"
+    while tests and time.time() < over:
+        some = [f"--deselect={test}" for test, well in passed.items() if not well]
+        # Its size is not the source's, so Python compiles each anew, even within a second.
+        path.write_bytes(source[:start] + text.encode() + source[end:])
+        some += tests[:FILES_AT_ONCE]
+        well, test = pytest(project, over - time.time(), "-x", "-m", TIERS[tier], *some)
+        path.write_bytes(source)
+        if well:
+            tests = tests[FILES_AT_ONCE:]
+            continue
+        if test and test not in passed:  # as a slow one is, which was not recorded
+            passed[test], _ = pytest(project, budget, test)
+        if passed.get(test, True):
+            return tier, test or "collection"
     return "survived", ""
 
 
@@ -241,25 +240,32 @@ def main(argv: list[str] | None = None, root: Path = ROOT) -> None:
     log.touch()
     known = {row["slip"]: row for row in map(json.loads, log.read_text("utf-8").splitlines())}
 
-    def tried(slip):
+    def tried(slip, tier):
         name, begin = f"{slip[0]}:{slip[1]}: {slip[-1]}", time.time()
-        if name in excused or name in known:
-            return {"slip": name, "outcome": "excused"} if name in excused else known[name]
+        if name in excused:
+            return {"slip": name, "outcome": "excused"}
+        if (row := known.get(name)) and (
+            row["outcome"] != "survived" or row["tier"] in (tier, "slow")
+        ):
+            return row
         if not (tests := tests_of(slip, sources[slip[0]], ran, seconds)):
             return {"slip": name, "outcome": "not run"}
         project = free.get()
-        found, by = outcome(project, slip, tests, options.budget, passed)
+        found, by = outcome(project, slip, tests, tier, options.budget, passed)
         free.put(project)
-        row = {"slip": name, "outcome": found, "by": by, "seconds": round(time.time() - begin)}
+        spent = round(time.time() - begin)
+        known[name] = row = dict(slip=name, outcome=found, tier=tier, by=by, seconds=spent)
         with log.open("a") as kept:
             print(json.dumps(row), file=kept)
         print(json.dumps(row), flush=True)
         return row
 
-    slips_left, rows = iter(draw(sources, options.seed)), []
+    slips_left, taken, rows = iter(draw(sources, options.seed)), [], []
     with ThreadPoolExecutor(options.jobs) as pool:
         while some := list(itertools.islice(slips_left, options.count - len(counted(rows)))):
-            rows += pool.map(tried, some)
+            taken += some
+            rows += pool.map(tried, some, itertools.repeat("fast"))
+        rows = list(pool.map(tried, taken, itertools.repeat("slow")))
     print(report(rows))
 
 

@@ -97,6 +97,8 @@ def test_a_draw(project, capsys):
     rows = [json.loads(line) for line in first if line.startswith("{")]
     assert sorted((row["slip"].split(":", 1)[1], row["outcome"], row["by"]) for row in rows) == [
         ("2: constant: 5 -> 6", "slow", "tests/sharding/runs/toy_test.py::test_large"),
+        ("2: constant: 5 -> 6", "survived", ""),
+        ("7: comparison: a > b -> a >= b", "survived", ""),
         ("7: comparison: a > b -> a >= b", "survived", ""),
         ("8: returned None: a -> None", "fast", "tests/sharding/runs/toy_test.py::test_larger"),
         ("9: returned None: b -> None", "fast", "tests/sharding/runs/toy_test.py::test_larger"),
