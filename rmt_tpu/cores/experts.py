@@ -142,7 +142,7 @@ class Experts(Core):
         shared = cfg.FeedForward(max(core.shared, 1) * hidden, core.activation, **situ)
         sizes = {"output_scale": output_scale, "input_width": input_width}
         self.shared = FeedForward(config, shared, seed / "shared", **sizes) if core.shared else None
-        std, axes = config.init_std * input_width**-0.5, ("embed", "gate")
+        std, axes = config.init_std * input_width**-0.5, ("embed", "coefficient")
         of_shared = draw(seed / "w_shared_gate", (input_width, 1), std=std, axes=axes)
         self.w_shared_gate = of_shared if core.shared_gate else None
 

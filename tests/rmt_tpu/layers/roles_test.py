@@ -3,9 +3,11 @@
 from typing import get_args
 
 import jax
+from flax import nnx
 
 from rmt_tpu import config as cfg
 from rmt_tpu.layers.parameters import metadata
+from rmt_tpu.training.optimizer import make_optimizer
 from tests import models
 
 # Roles by the parameters' last names. Those that choose streams share two names with others.
@@ -45,6 +47,12 @@ CORES = (
 )
 
 
+def systems() -> list[cfg.ModelConfig]:
+    some = [models.model("vector", num_layers=2, mixer=mixer) for mixer in MIXERS.values()]
+    of_cores = (cfg.Stack(CORES),), cfg.VectorStore(12), cfg.Sum()
+    return [*some, models.model("matrix", num_layers=2), cfg.ModelConfig(*of_cores, norm_bias=True)]
+
+
 def named_roles(config: cfg.ModelConfig) -> set[tuple[str, str]]:
     """The names and roles of a model's parameters."""
     found = set()
@@ -60,8 +68,22 @@ def test_parameters_of_all_mixers_and_cores_have_the_roles_of_the_table():
     """A role that nothing has is found as well, and a name that the table lacks."""
     assert {type(mixer) for mixer in MIXERS.values()} == {*get_args(cfg.Mixer)}
     assert {type(core) for core in CORES} == {*get_args(cfg.Core)}
-    systems = [models.model("vector", num_layers=2, mixer=mixer) for mixer in MIXERS.values()]
-    of_cores = (cfg.Stack(CORES),), cfg.VectorStore(12), cfg.Sum()
-    systems += [models.model("matrix", num_layers=2), cfg.ModelConfig(*of_cores, norm_bias=True)]
-    found = set().union(*map(named_roles, systems))
+    found = set().union(*map(named_roles, systems()))
     assert found ^ {(name, role) for role in ROLES for name in ROLES[role].split()} == set()
+
+
+def test_muon_trains_no_matrix_of_one_column():
+    """Its singular value would be the gradient's norm, so that all its steps were equally long."""
+    for system in systems():
+        params = nnx.to_pure_dict(nnx.state(models.abstract(system), nnx.Param))
+        roles, axes = (metadata(models.abstract(system), name) for name in ("role", "axes"))
+        rates = jax.tree.map(lambda role: 1.0, roles)
+        muon = make_optimizer(cfg.Muon(), steps=2, roles=roles, axes=axes, rates=rates)
+        (states,) = (
+            s.inner_states for s in jax.eval_shape(muon.init, params) if hasattr(s, "inner_states")
+        )
+        assert len(states) > 1
+        for rule in set(states) - {"adam"}:
+            of_matrices = [-int(place) for place in rule.split("-")[1:]]
+            for momentum in jax.tree.leaves(states[rule].inner_state[0].trace):
+                assert min(momentum.shape[axis] for axis in of_matrices) > 1
