@@ -82,6 +82,18 @@ def test_an_experiment_is_shared_and_goes_on(tmp_path):
     assert arms == {f"rmt-32-slots-{slots}" for slots in (2, 8, 32, 64)}
 
 
+def test_a_signal_stops_an_experiment(tmp_path):
+    """The run that was stopped has no outcome yet, and the runs after it do not begin."""
+    stops = MADE_UP.split("    rate =")[0]
+    stops += "    import signal\n    return Outcome(1, signal.SIGTERM)\nsweep.train = train\n"
+    flags = ["growth", f"--workdir={tmp_path}", f"--data={cli.TEXT}"]
+    process = cli.start("experiment", *flags, f"--outcomes={tmp_path}/kept.jsonl", first=stops)
+    out, err = process.communicate()
+    assert process.returncode == 0, err
+    assert out.count("trained ") == 1 and "stopped; to resume:\n" in out
+    assert "run 2 of" not in err and not (tmp_path / "kept.jsonl").exists()
+
+
 @pytest.mark.slow
 def test_outcomes_are_carried_to_another_machine(tmp_path):
     """Of two machines, the second trains only what the first has no line of."""

@@ -41,10 +41,11 @@ def test_without_the_extra():
         (["--port=65536"], "--port=65536"),
         (["--max_connections=0"], "--max_connections=0"),
         (["--port=0"], "--workdir=nowhere holds no run"),
+        (["--port=0", "--mesh=data=2", "--slots=3"], "--slots=3 "),  # before the model is loaded
     ],
 )
 def test_usage(flags, words):
-    assert words in cli.fail("serve", "--workdir=nowhere", *flags)
+    assert words in cli.fail("serve", "--workdir=nowhere", *flags, devices=2)
 
 
 @pytest.mark.parametrize(

@@ -277,9 +277,18 @@ def test_weights_are_told_apart_without_reading_them(folder):
 
 def test_files_that_are_not_whole(folder, tmp_path):
     whole = (folder / "model.safetensors").read_bytes()
-    (folder / "model.safetensors").write_bytes(whole[:900])
-    with pytest.raises(RunError, match="model.safetensors cannot be read: "):
-        rmt_tpu.load(folder)
+    header = len(whole) - 8  # the longest that fits the file
+    too_long = "cannot be read: the header length of {} bytes exceeds the file"
+    for content, words in (
+        (whole[:900], "cannot be read: the header length of .* exceeds the file"),
+        ((header + 1).to_bytes(8, "little") + whole[8:], too_long.format(header + 1)),
+        (header.to_bytes(8, "little") + whole[8:], "cannot be read: .*"),
+        (whole[:-1], "cannot be read: the bytes of .* do not fit its shape or the file"),
+    ):
+        (folder / "model.safetensors").write_bytes(content)
+        with pytest.raises(RunError, match=f"model.safetensors {words}") as error:
+            rmt_tpu.load(folder)
+        assert ("exceeds" in str(error.value)) == ("exceeds" in words)
     (folder / "model.safetensors").unlink()
     with pytest.raises(
         UsageError, match=r"has neither model.safetensors nor model.safetensors.ind"
