@@ -78,8 +78,9 @@ def rereads_rebuilt(target: Target, residual_bytes: int) -> Choice:
     """
     share = residual_bytes / target.chip.vmem
     vmem = "VMEM" if target.on_tpu else "the largest TPU's VMEM"
-    limit = f"a separate kernel reads one that takes at most {MAX_VMEM_SHARE}"
-    return Choice(share > MAX_VMEM_SHARE, f"a residual takes {share:.2g} of {vmem}; {limit}")
+    size = f"{share:.1%} of {vmem}" if share < 1 else f"{share:.1f} times {vmem}"
+    limit = f"a separate kernel reads one that takes at most {MAX_VMEM_SHARE:.0%}"
+    return Choice(share > MAX_VMEM_SHARE, f"a residual takes {size}; {limit}")
 
 
 def few_tokens(tokens: int) -> bool:

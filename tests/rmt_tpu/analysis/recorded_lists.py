@@ -1,19 +1,24 @@
-"""Lists that `recorded` keeps: presets, experiments, cases for a device, checks of arguments.
+"""Lists that `recorded` keeps: presets, experiments, plans, device cases, checks of arguments.
 
 A config is kept as a checksum of its differences from that of gpt2-tiny.
 """
 
 import json
+import math
 import zlib
 
 import jax
 import jaxtyping
+from jax.experimental import topologies
 
+import sharding
 from rmt_tpu import cost
 from rmt_tpu.analysis import device_cases
 from rmt_tpu.config import RunConfig, overrides, presets
 from rmt_tpu.estimator.ops import OPS
+from rmt_tpu.execution.plan import plan_of
 from rmt_tpu.experiments import catalog, plan
+from rmt_tpu.training.run import resolve_auto
 from tests import cli
 from tests.pallas_kernels import public_ops
 
@@ -112,5 +117,50 @@ def all_help() -> str:
     return "\n".join(f"# {name}\n{cli.succeed(name, '--help').stdout}" for name in programs)
 
 
-_ALL = all_presets, all_experiments, all_device_cases, all_op_cases, all_arguments, all_help
+_PLANNED = {
+    "": ("rmt-305m", "rmt-tiny", "gpt2-405m", "attnres-528m", "rmt-attnres-305m"),
+    "model.store.dtype=bfloat16": ("rmt-305m",),
+    "model.store.dtype=float32": ("rmt-305m",),
+    "model.mixer=full_attention": ("rmt-attnres-305m", "kimi-tiny"),
+    "model.store.dim=1160": ("attnres-528m",),
+}
+_PLACES = [
+    (None, "data=1"),
+    ("v5e:2x2", "data=1"),
+    ("v5e:2x2", "data=2,fsdp=2"),
+    ("v5e:2x2", "key=2"),
+    ("v6e:2x2", "tensor=4"),
+    ("tpu7x:2x2x1", "data=1"),
+]
+
+
+def all_plans() -> str:
+    """What is decided once for a train step, with the reason for each, on some chips and meshes."""
+    found = {}
+    for change, names in _PLANNED.items():
+        changes = dict(overrides.parse_assignment(each) for each in [change] if each)
+        for name in names:
+            given = {"model.compute_dtype": "bfloat16"} | changes
+            config = overrides.apply(presets.run(name), given)
+            for topology, mesh in _PLACES:
+                devices = jax.devices()
+                if topology is not None:
+                    devices = topologies.get_topology_desc(topology, "tpu").devices
+                count = math.prod(sharding.parse_mesh(mesh).values())
+                made = sharding.make_mesh(mesh, devices[:count])
+                lines = plan_of(resolve_auto(config), made).lines()
+                text = "".join(f"  {title}: {line}\n" for title, line in lines.items())
+                found.setdefault(text, []).append(f"{name} {change} {topology} {mesh}\n")
+    return "".join(f"{''.join(where)}{text}" for text, where in found.items())
+
+
+_ALL = (
+    all_presets,
+    all_experiments,
+    all_device_cases,
+    all_op_cases,
+    all_arguments,
+    all_help,
+    all_plans,
+)
 LISTS = {made.__name__: made for made in _ALL}
