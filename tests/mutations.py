@@ -42,7 +42,9 @@ LEFT_TESTS = {"tests/build_test.py", "tests/docs_test.py"}  # they read the text
 PYTEST = "-m pytest -v --tb=no --no-header --disable-warnings -p no:cacheprovider".split()
 PYTEST += ["-o", "faulthandler_timeout=120", "-o", "faulthandler_exit_on_timeout=true"]  # a test's
 TIERS = {"fast": "not slow and not compile", "slow": "slow and not compile"}
-TEST = re.compile(r"^(\S+_test\.py::.+?)(?: (?:PASSED|FAILED|ERROR|SKIPPED|X).*)?$", re.MULTILINE)
+TEST = re.compile(
+    r"^(\S+_test\.py::.+?)(?: (?:PASSED|FAILED|ERROR|SKIPPED|X|Timeout).*)?$", re.MULTILINE
+)
 
 
 def variants(node: ast.AST):

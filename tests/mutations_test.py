@@ -132,6 +132,14 @@ def step(a, b=1):
 """
 
 
+@pytest.mark.parametrize("told", ["", " PASSED [ 8%]", " FAILED [ 8%]", " Timeout (0:02:00)!"])
+def test_the_test_that_began_last(told):
+    """One that hangs is told beside its name when its time is over, and is found as well."""
+    names = ["tests/a_test.py::test_a", "tests/b_test.py::test_b[a b]"]
+    found = mutations.TEST.findall(f"\n{names[0]} PASSED [ 1%]\n{names[1]}{told}\nThread 0x1:\n")
+    assert found == names
+
+
 def test_tests_that_run_the_slip():
     """A default runs with the import, and a statement when any of its lines does."""
     lines = {"rmt_tpu/a.py": {2: {""}, 3: {"tests/b_test.py"}, 7: {"tests/rmt_tpu/a_test.py"}}}
