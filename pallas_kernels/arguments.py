@@ -101,16 +101,29 @@ def check_array(name: str, x: Any, axes: str, *, or_int16: bool = False) -> None
         )
 
 
-def check_shapes(beside: str, **wanted: tuple[Any, tuple[Any, ...]]) -> None:
-    """Raise ValueError if an array has another shape than the one that fits the other arrays.
+def check_integers(name: str, x: Any) -> None:
+    """Raise ValueError if `x` is an array of something other than integers; None is legal."""
+    if x is not None and not jnp.issubdtype(x.dtype, jnp.integer):
+        raise ValueError(f"{name} is {x.dtype}; legal: an integer dtype")
+
+
+def check_shapes(
+    beside: str, *, integers: bool = False, **wanted: tuple[Any, tuple[Any, ...]]
+) -> None:
+    """Raise ValueError if an array is not one of floats, or does not fit the other arrays.
 
     Args:
       beside: the arrays that the shapes follow from, in words.
+      integers: whether the arrays hold integers, which the caller checks.
       **wanted: maps the name of each argument to the array and the shape that fits. An array that
         is None is skipped.
     """
     for name, (x, shape) in wanted.items():
-        if x is not None and tuple(x.shape) != tuple(shape):
+        if x is None:
+            continue
+        if not integers:
+            check_array(name, x, "...")
+        if tuple(x.shape) != tuple(shape):
             raise ValueError(
                 f"{name} has shape {list(x.shape)}, but must have shape {list(shape)} to fit "
                 f"{beside}"

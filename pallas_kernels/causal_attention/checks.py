@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.arguments import check_array, check_tokens
+from pallas_kernels.arguments import check_array, check_integers, check_tokens
 from pallas_kernels.causal_attention.interface import Cap, KeysAndValues
 
 
@@ -38,8 +38,7 @@ def check_operands(
             f"shapes do not fit: segment_ids has shape {segment_ids.shape}, but must have shape "
             f"{(qkv.shape[0], length)}: batch rows, and tokens of the whole sequence"
         )
-    if segment_ids is not None and not jnp.issubdtype(segment_ids.dtype, jnp.integer):
-        raise ValueError(f"segment_ids is {segment_ids.dtype}; legal: an integer dtype")
+    check_integers("segment_ids", segment_ids)
     if kv_heads is not None and not _is_integer(kv_heads):
         raise ValueError(f"kv_heads={kv_heads!r} must be an integer, or None")
     if kv is not None:

@@ -243,10 +243,10 @@ def merged(
     The result is as if each query had attended to both sets. It has the dtype of the log-sum-exps.
 
     Raises:
-      ValueError: shapes do not fit.
+      ValueError: shapes do not fit, or an array is not one of floats.
     """
     out, _ = one
-    wanted = {"other[0]": (other[0], out.shape)}
+    wanted = {"one[0]": (out, out.shape), "other[0]": (other[0], out.shape)}
     wanted |= {
         f"{name}[1]": (x[1], out.shape[:-1]) for name, x in {"one": one, "other": other}.items()
     }

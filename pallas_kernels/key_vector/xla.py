@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, DTypeLike, Float, Int, Int16
 
-from pallas_kernels.arguments import Norm, read_slices
+from pallas_kernels.arguments import Norm, check_array, check_fraction_bits, read_slices
 from pallas_kernels.key_vector.interface import (
     FRACTION_BITS,
     LEAST_STEPS,
@@ -150,7 +150,12 @@ def to_fixed_point(
 
     Values are rounded to a multiple of `2^-fraction_bits`, and clipped if they overflow. A NaN
     becomes -2^15. No other value does, and ops read it as a residual that has left its range.
+
+    Raises:
+      ValueError: the array is not one of floats, or `fraction_bits` is not legal.
     """
+    check_array("residual", residual, "...")
+    check_fraction_bits(fraction_bits)
     steps = jnp.round(2.0**fraction_bits * residual.astype(_accumulator(residual, residual.dtype)))
     steps = jnp.where(jnp.isnan(steps), -_LARGEST - 1, jnp.clip(steps, -_LARGEST, _LARGEST))
     return steps.astype(jnp.int16)

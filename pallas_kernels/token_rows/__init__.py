@@ -91,7 +91,7 @@ def sums_of_rows(
     """
     check_array("rows", rows, "rows width")
     _check(order, places)
-    check_shapes(f"rows {list(rows.shape)}", order=(order, rows.shape[:1]))
+    check_shapes(f"rows {list(rows.shape)}", integers=True, order=(order, rows.shape[:1]))
     if len(places) % each:
         raise ValueError(f"places has {len(places)} choices; legal: a multiple of each={each}")
     return _sums(implementation, each, rows, order, places)

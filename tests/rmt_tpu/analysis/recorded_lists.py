@@ -8,6 +8,7 @@ import math
 import zlib
 
 import jax
+import jax.numpy as jnp
 import jaxtyping
 from jax.experimental import topologies
 
@@ -86,7 +87,7 @@ def all_op_cases() -> str:
 
 
 def all_arguments() -> str:
-    """List how each op answers an array that has one entry or one axis too many."""
+    """List how each op answers an array with an entry or an axis too many, or of another kind."""
     lines = []
     jaxtyping.config.update("jaxtyping_disable", True)  # tests check annotations, others do not
     for op, call in public_ops.CALLS.items():
@@ -94,8 +95,10 @@ def all_arguments() -> str:
             longer = [
                 [size + (n == axis) for n, size in enumerate(x.shape)] for axis in range(x.ndim)
             ]
-            for shape in [*longer, [*x.shape, 1]]:
-                given = call.given | {name: jax.ShapeDtypeStruct(tuple(shape), x.dtype)}
+            other = "int32" if jnp.issubdtype(x.dtype, jnp.floating) else "float32"
+            kinds = [(shape, x.dtype) for shape in [*longer, [*x.shape, 1]]]
+            for shape, dtype in [*kinds, ([*x.shape], other)]:
+                given = call.given | {name: jax.ShapeDtypeStruct(tuple(shape), dtype)}
                 try:
                     jax.eval_shape(lambda given, call=call: call.run("xla", given), given)
                     told = "fits"
@@ -103,7 +106,7 @@ def all_arguments() -> str:
                     told = "an error of the call" if "zip()" in str(error) else str(error)
                 except TypeError:  # the call reshapes what it gives to the op
                     told = "an error of the call"
-                lines.append(f"{op}: {name} {shape}: {told}\n")
+                lines.append(f"{op}: {name} {dtype}{shape}: {told}\n")
     jaxtyping.config.update("jaxtyping_disable", False)
     return "".join(lines)
 
