@@ -423,6 +423,10 @@ def test_flags_that_cannot_be(flags, message):
         rendezvous.validate(Member(coordinator, int(count), int(process)))
 
 
+def test_a_process_alone_may_be_a_member():
+    rendezvous.validate(Member("127.0.0.1:65535", 1, 0))
+
+
 def test_slurm_says_which_process_this_is(monkeypatch):
     job = {
         "SLURM_JOB_ID": "4097",

@@ -8,6 +8,7 @@ import pytest
 
 from rmt_tpu import config as cfg
 from rmt_tpu.data import ByteTokenizer
+from rmt_tpu.evaluation import report
 from rmt_tpu.evaluation.documents import Source
 from rmt_tpu.evaluation.evaluate import Subject, evaluate
 from rmt_tpu.evaluation.report import by_position, comparison, write_report
@@ -82,8 +83,10 @@ def test_batches_are_of_all_sources(scorer, tmp_path):
     assert all(result.seconds > 0 for result in results)
 
 
-@pytest.mark.slow
-def test_results_are_told(scorer, tmp_path):
+def test_results_are_told(scorer, tmp_path, monkeypatch):
+    drawn, save = [], report.save_picture
+    note = lambda figure, *where: (drawn.append(figure), save(figure, *where))[1]
+    monkeypatch.setattr(report, "save_picture", note)
     one = evaluate(subject(scorer, tmp_path / "a"), SOURCES)
     even = scorer._replace(scores=lambda *given: scorer.scores(given[0] * 0, given[1]))
     other = evaluate(subject(even, tmp_path / "b", weights="b"), SOURCES)
@@ -91,6 +94,10 @@ def test_results_are_told(scorer, tmp_path):
     assert (tmp_path / "evaluation.md").read_text() == text
     assert (tmp_path / "plots/evaluation.png").stat().st_size > 5000
     acc = one[0].metrics[0]
+    shares, positions = drawn[0].axes
+    assert shares.get_legend_handles_labels()[1] == ["one", "other"]
+    assert 100 * acc.value in [bar.get_width() for bar in shares.patches]
+    assert positions.get_legend_handles_labels()[1] == ["one text", "other text"]
     row = f"| piqa | acc | {100 * acc.value:.2f}% | {100 * acc.error:.2f} | 9 | document | "
     assert row + "61.9%, 63.7% |" in text
     assert "| piqa | acc | one | " not in text and "| task | metric | one | other |" in text

@@ -62,6 +62,13 @@ def test_nothing_of_it_ends_a_run_and_each_is_told_once(tmp_path, told):
         assert len([note for note in notes if piece in note]) == 1, (piece, told)
 
 
+def test_rows_are_written_when_files_are_flushed(tmp_path, told):
+    with side_files(tmp_path, told) as files:
+        files.write(4, {"loss": 2.0})
+        files.flush()
+        assert read_metrics(tmp_path) == [{"step": 4, "loss": 2.0}]
+
+
 def test_samples_of_steps_that_come_again_are_forgotten(tmp_path, told):
     with side_files(tmp_path, told) as files:
         for step in (4, 8, 12):
