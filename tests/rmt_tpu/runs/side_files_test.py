@@ -62,13 +62,6 @@ def test_nothing_of_it_ends_a_run_and_each_is_told_once(tmp_path, told):
         assert len([note for note in notes if piece in note]) == 1, (piece, told)
 
 
-def test_rows_are_written_when_files_are_flushed(tmp_path, told):
-    with side_files(tmp_path, told) as files:
-        files.write(4, {"loss": 2.0})
-        files.flush()
-        assert read_metrics(tmp_path) == [{"step": 4, "loss": 2.0}]
-
-
 def test_samples_of_steps_that_come_again_are_forgotten(tmp_path, told):
     with side_files(tmp_path, told) as files:
         for step in (4, 8, 12):
@@ -188,3 +181,17 @@ def test_a_hash_of_sources_changes_with_names_and_contents(tmp_path):
         (tmp_path / name).write_text(text)
         hashes.append(environment.source_hash(package))
     assert hashes[2] == hashes[3] and hashes[1] == hashes[4] and len(set(hashes)) == 3
+
+
+def test_rows_that_a_failed_append_left_are_written_when_files_are_flushed(
+    tmp_path, told, monkeypatch
+):
+    def fail(self, name, data):
+        raise Fault(f"{self}/{name}: no answer")
+
+    with side_files(tmp_path, told) as files:
+        with monkeypatch.context() as patch:
+            patch.setattr(LocalFolder, "append", fail)
+            files.write(8, {"eval/loss": 1.0})
+        files.flush()
+        assert read_metrics(tmp_path) == [{"step": 8, "eval/loss": 1.0}]
