@@ -130,6 +130,8 @@ def test_flops_of_experts():
     core = cfg.Experts(num_experts=11, top_k=3, hidden_dim=7, shared=2)
     of_one = 2 * 13 * 7 + 2 * 13 * 7 + 2 * 7 * 19  # gate, up, down
     assert core.flops(19, 13, 17) == (3 + 2) * of_one + 2 * 13 * 11
+    idle = core.parameters(19, 13) - core.active_parameters(19, 13)
+    assert idle == (11 - 3) * (2 * 13 * 7 + 7 * 19)
     gated = dataclasses.replace(core, shared_gate=True)
     assert gated.parameters(19, 13) - core.parameters(19, 13) == 13
     assert gated.flops(19, 13, 17) - core.flops(19, 13, 17) == 2 * 13
