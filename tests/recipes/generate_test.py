@@ -147,6 +147,7 @@ def test_a_file_of_prompts(trained, loaded, tmp_path):
         (["--prompts={good}", "--output={out}", "--prompt=a"], "either --prompt or --prompts"),
         (["--mesh=tensor=0"], "--mesh='tensor=0': 'tensor=0' must be axis=size"),
         (["--num_samples=2"], "--num_samples needs --prompts"),
+        (["--num_samples=2", "--init_from=x"], "--init_from=x both set the model"),
         (["--batch_size=4"], "--batch_size needs --prompts"),
         (["--prompts={bad}x", "--output={out}"], "bad.jsonlx does not exist"),
         (
