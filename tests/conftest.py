@@ -17,9 +17,10 @@ from tests import annotations
 annotations.check_cheaply()  # before any package is imported
 
 os.environ["JAX_PLATFORMS"] = "cpu"
-# Level 0: tests compile much and compute little.
+# Level 0, and each program as one module: tests compile much and compute little.
 os.environ["XLA_FLAGS"] = (
-    "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0"
+    "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0 "
+    "--xla_cpu_parallel_codegen_split_count=1"
 )
 if version("jaxlib").startswith("0.10."):  # later ones have not the emitter that is twice as fast
     os.environ["XLA_FLAGS"] += " --xla_cpu_use_fusion_emitters=false"

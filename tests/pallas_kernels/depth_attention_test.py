@@ -199,7 +199,7 @@ def test_narrow_log_sums_count_as_float32(implementation):
     log_sums = jnp.asarray(normal(8, seed=2), jnp.bfloat16)
     both = log_sums, log_sums.astype(jnp.float32)
     if implementation == "xla":
-        narrow, wide = (jax.value_and_grad(total)(x) for x in both)
+        narrow, wide = (jax.jit(jax.value_and_grad(total))(x) for x in both)
         assert_close(narrow[0], wide[0], 1e-6)
         assert narrow[1].dtype == jnp.bfloat16
         # The cotangents of two uses are rounded to bfloat16 each, and so is their sum.

@@ -58,9 +58,12 @@ def all_experiments() -> str:
         for scale in ("tiny", "paper"):
             if experiment.plan is not None:
                 made = experiment.plan(scale)
-                runs = map(_text, plan.all_runs(made))
-                rest = map(_rest, [made, *made.arms, *made.searches.values()])
-                lines.append(f"  {scale}: {len(made.arms)} arms {_checksum(*runs, *rest)}\n")
+                parts = [*made.arms, *made.searches.values()]
+                runs = len([*plan.all_runs(made)])
+                kept = _checksum(
+                    *(_text(part.config) for part in parts), *map(_rest, [made, *parts])
+                )
+                lines.append(f"  {scale}: {len(made.arms)} arms, {runs} runs {kept}\n")
             if experiment.reports is not None:
                 commands = experiment.reports(scale, "runs/{}".format)
                 lines += [f"  {scale}: {' '.join(command)}\n" for command in commands]
@@ -100,7 +103,7 @@ def all_arguments() -> str:
             for shape, dtype in [*kinds, ([*x.shape], other)]:
                 given = call.given | {name: jax.ShapeDtypeStruct(tuple(shape), dtype)}
                 try:
-                    jax.eval_shape(lambda given, call=call: call.run("xla", given), given)
+                    jax.eval_shape(lambda given, call=call: call.op("xla", **given), given)
                     told = "fits"
                 except ValueError as error:
                     told = "an error of the call" if "zip()" in str(error) else str(error)
