@@ -140,9 +140,9 @@ def test_new_tokens_after_cached_ones(window):
     options = options | {"kv_heads": 2, "window": window, "cap": CAP}
     with jax.enable_x64(True):
         qkv = jnp.asarray(qkv)
-        want = causal_attention(qkv, **options)
-        filled = jnp.full(2, 12)
-        got = attention_after(qkv[:, 12:], qkv[:, :12, 4:], filled, **options)
+        want = jax.jit(lambda qkv: causal_attention(qkv, **options))(qkv)
+        run = jax.jit(lambda *given: attention_after(*given, **options))
+        got = run(qkv[:, 12:], qkv[:, :12, 4:], jnp.full(2, 12))
     assert_close(got, want[:, 12:], 1e-13)
 
 
