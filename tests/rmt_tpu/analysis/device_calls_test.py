@@ -16,6 +16,7 @@ from rmt_tpu.analysis import device_cases_residual as residual
 from rmt_tpu.analysis import device_check
 from rmt_tpu.analysis.device_calls import cases_of
 from rmt_tpu.analysis.device_cases_parts import attention_part
+from tests.tiers import later
 
 SITE, TOKENS = KeyVector(16, 32, 4, 12), (2, 128)
 CASES = {
@@ -37,7 +38,6 @@ CASES = {
     "depth_attention": [
         depth.partial(Depth(2, 3, 128), (1, 256)),
         depth.partial(Depth(2, 3, 128), (1, 256), prior=True),
-        depth.partial(Depth(8, 9, 1024), (1, 8192)),  # more bytes than a GPU's cache has
         depth.partial_backward(Depth(2, 3, 128), (1, 256)),
         depth.merge(Depth(2, 1, 128), (1, 256)),
         depth.merge(Depth(2, 1, 128), (1, 256), norm="rmsnorm"),
@@ -66,6 +66,7 @@ CASES = {
     "logits": [layers.logits(128, 128, 512)],
 }
 EACH = [(name, case) for name, cases in CASES.items() for case in cases]
+LARGE = depth.partial(Depth(8, 9, 1024), (1, 8192))  # more bytes than a GPU's cache has
 
 
 def collected(case):
@@ -77,7 +78,11 @@ def collected(case):
     return calls
 
 
-@pytest.mark.parametrize("name, case", EACH, ids=[f"{case.op} {case.size}" for _, case in EACH])
+@pytest.mark.parametrize(
+    "name, case",
+    [*EACH, *later(("depth_attention", LARGE))],
+    ids=[f"{case.op} {case.size}" for case in [*(case for _, case in EACH), LARGE]],
+)
 def test_a_call_becomes_the_case_that_it_is_of(name, case):
     calls = collected(case)
     assert calls and {call.name for call in calls} == {name}

@@ -29,7 +29,7 @@ SYSTEMS = [
     for name in DELTAS
     for remat in ("full", "blocks")
 ]
-FAST = [("vector", "3 sublayers, null", "blocks"), ("matrix", "1 layer, null", "full")]
+FAST = [("matrix", "1 layer, null", "full")]
 
 
 def mix_of(mixer, depth):

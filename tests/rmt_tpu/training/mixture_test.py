@@ -189,6 +189,7 @@ def test_a_text_that_was_edited_is_refused(config, sources, whole, tmp_path):
         Path(sources["books"]).write_text(text)
 
 
+@pytest.mark.slow
 def test_losses_of_texts_do_not_depend_on_the_mesh(config, sources):
     """Nor on accumulation and chunks of the loss; without texts in a batch there are none."""
     changes = {"train.batch_size": 8, "model.vocab_size": 257}

@@ -102,10 +102,7 @@ LEADERS = [
     ("matrix", "scores without norm"),
     ("matrix", "reversible"),
 ]
-FAST = {
-    ("matrix", "reversible"): ("fsdp", "sequence", "key"),
-    ("matrix", "sum"): ("tensor", "sequence", "key"),
-}
+FAST = {("matrix", "reversible"): ("fsdp", "sequence", "key")}
 # These do not go with stages: their blocks or backward passes are not of one chunk of layers.
 WITHOUT_STAGES = {"odd blocks", "input query", "scores without norm", "reversible", "open"}
 
