@@ -220,7 +220,6 @@ def test_the_same_from_a_bucket(hub, stacked, server, monkeypatch):
         return read(self, begin, buffer)
 
     monkeypatch.setattr(files.BucketFile, "read", read)
-    monkeypatch.setattr(files.BucketFile, "least_gap", 1)
     small_memory(monkeypatch, 1)
     for name, (folder, *_) in (("hub", hub), ("stacked", stacked)):
         for path in folder.iterdir():
@@ -233,6 +232,7 @@ def test_the_same_from_a_bucket(hub, stacked, server, monkeypatch):
     assert identity(f"{url}/hub")[0] == "hub"
     # Half of the experts: half of the bytes, 1 MB / 32 at a time.
     tensors = weights.Tensors(f"{url}/stacked")
+    monkeypatch.setattr(files.BucketFile, "least_gap", 1)
     sizes.clear()
     target = weights.Target((0, 2, 0, 0), np.zeros((2, 2, 512, 1024), np.float32))
     weights.fill(tensors, stacked[1], [target])
