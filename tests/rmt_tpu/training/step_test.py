@@ -70,24 +70,26 @@ def plain_loss(z, kernel, targets, weights, multiplier, z_loss, cap=None):
     return cross_entropy + z_loss * jnp.sum(log_z**2 * weights), cross_entropy
 
 
-# One chunk, several, and one a token. Programs for a GPU have padded logits.
+# One chunk, several, one a token, and three of 7 tokens, the last of which is filled. Programs for a
+# GPU have padded logits.
 @pytest.mark.parametrize(
-    ("held_logits", "device", "cap"),
+    ("held_logits", "seq", "device", "cap"),
     [
-        (2**27, "cpu", None),
-        (50, "cpu", None),
-        (1, "cpu", None),
-        (50, "NVIDIA H100 80GB HBM3", None),
-        (50, "cpu", 1.7),
-        (50, "NVIDIA H100 80GB HBM3", 1.7),
+        (2**27, 6, "cpu", None),
+        (50, 6, "cpu", None),
+        (1, 6, "cpu", None),
+        (70, 7, "cpu", None),
+        (50, 6, "NVIDIA H100 80GB HBM3", None),
+        (50, 6, "cpu", 1.7),
+        (50, 6, "NVIDIA H100 80GB HBM3", 1.7),
     ],
 )
 def test_loss_and_its_gradient_are_those_of_all_logits_at_once(
-    held_logits, device, cap, monkeypatch
+    held_logits, seq, device, cap, monkeypatch
 ):
     monkeypatch.setattr(loss_module, "LOGITS", held_logits)
     with jax.enable_x64(True):
-        z, kernel, targets, weights = map(jnp.asarray, loss_arguments())
+        z, kernel, targets, weights = map(jnp.asarray, loss_arguments(seq=seq))
         chunked = lambda z, kernel: next_token_loss(
             z, kernel, targets, weights, multiplier=1.5, cap=cap, z_loss=0.1
         )
