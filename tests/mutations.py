@@ -126,17 +126,21 @@ def statement(source: bytes, line: int) -> tuple[range, bool]:
     return found, runs
 
 
-def tests_of(slip: tuple, source: bytes, lines: dict, seconds: dict[str, float]) -> list[str]:
+def tests_of(slip: tuple, source: bytes, lines: dict, seconds: dict, tier: str) -> list[str]:
     """Return the test files that run a slip: its own first, then the fastest.
 
     A statement that runs with an import, such as a constant or a default, may be noticed by each
-    test that runs any line of its file.
+    test that runs any line of its file. So may others by slow tests, whose lines are not recorded.
     """
     file, line = slip[:2]
     ran, (those, runs) = lines.get(file, {}), statement(source, line)
-    found = {test for one, tests in ran.items() if not runs or one in those for test in tests}
+    every = {test for tests in ran.values() for test in tests} - {"", *LEFT_TESTS}
+    found = (
+        {test for one, tests in ran.items() if one in those for test in tests} if runs else every
+    )
     own = f"tests/{file[:-3]}_"
-    return sorted(found - {"", *LEFT_TESTS}, key=lambda test: (own not in test, seconds[test]))
+    some = every if found and tier == "slow" else every & found
+    return sorted(some, key=lambda test: (test not in found, own not in test, seconds[test]))
 
 
 def pytest(project: Path, seconds: float, *arguments: str, **environment) -> tuple[bool, str]:
@@ -250,7 +254,7 @@ def main(argv: list[str] | None = None, root: Path = ROOT) -> None:
             row["outcome"] != "survived" or row["tier"] in (tier, "slow")
         ):
             return row
-        if not (tests := tests_of(slip, sources[slip[0]], ran, seconds)):
+        if not (tests := tests_of(slip, sources[slip[0]], ran, seconds, tier)):
             return {"slip": name, "outcome": "not run"}
         project = free.get()
         found, by = outcome(project, slip, tests, tier, options.budget, passed)

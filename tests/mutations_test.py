@@ -141,14 +141,19 @@ def test_the_test_that_began_last(told):
 
 
 def test_tests_that_run_the_slip():
-    """A default runs with the import, and a statement when any of its lines does."""
-    lines = {"rmt_tpu/a.py": {2: {""}, 3: {"tests/b_test.py"}, 7: {"tests/rmt_tpu/a_test.py"}}}
+    """A default runs with the import, and a statement when any of its lines does.
+
+    Slow tests of other files that run the code's file come last.
+    """
+    ran = {2: {""}, 3: {"tests/b_test.py"}, 7: {"tests/rmt_tpu/a_test.py"}}
     seconds = {"tests/b_test.py": 1, "tests/rmt_tpu/a_test.py": 9}
 
-    def tests_of(line):
-        return mutations.tests_of(("rmt_tpu/a.py", line), SOURCE, lines, seconds)
+    def tests_of(line, tier="fast"):
+        given = {"rmt_tpu/a.py": ran}, seconds, tier
+        return mutations.tests_of(("rmt_tpu/a.py", line), SOURCE, *given)
 
     assert tests_of(2) == ["tests/rmt_tpu/a_test.py", "tests/b_test.py"]
     assert tests_of(4) == ["tests/b_test.py"]
-    assert tests_of(6) == []
+    assert tests_of(4, "slow") == ["tests/b_test.py", "tests/rmt_tpu/a_test.py"]
+    assert tests_of(6) == tests_of(6, "slow") == []
     assert tests_of(8) == ["tests/rmt_tpu/a_test.py"]
