@@ -172,8 +172,8 @@ def test_what_was_transcribed_says_so():
         )
         written = "versions" in values["report"] or without
         assert written != ("transcribed" in values), file.name
-    lines = (FOLDER / "train_step.md").read_text(encoding="utf-8").splitlines()
-    assert any("transcribed from docs/benchmarks/train_step.md of 3feb6d0" in x for x in lines)
+    lines = (FOLDER / "decoding.md").read_text(encoding="utf-8").splitlines()
+    assert any("transcribed from docs/benchmarks/decoding.md of 3feb6d0" in x for x in lines)
 
 
 def test_decode_steps_that_do_not_fit_have_no_time():
