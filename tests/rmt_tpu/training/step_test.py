@@ -70,8 +70,8 @@ def plain_loss(z, kernel, targets, weights, multiplier, z_loss, cap=None):
     return cross_entropy + z_loss * jnp.sum(log_z**2 * weights), cross_entropy
 
 
-# One chunk, several, one a token, and three of 7 tokens, the last of which is filled. Programs for a
-# GPU have padded logits.
+# One chunk, several, one a token, and three of 7 tokens, the last of which is filled. Programs for
+# a GPU have padded logits.
 @pytest.mark.parametrize(
     ("held_logits", "seq", "device", "cap"),
     [
