@@ -110,18 +110,20 @@ def check_integers(name: str, x: Any) -> None:
 def check_shapes(
     beside: str, *, integers: bool = False, **wanted: tuple[Any, tuple[Any, ...]]
 ) -> None:
-    """Raise ValueError if an array is not one of floats, or does not fit the other arrays.
+    """Raise ValueError if an array has the wrong kind of numbers, or does not fit other arrays.
 
     Args:
       beside: the arrays that the shapes follow from, in words.
-      integers: whether the arrays hold integers, which the caller checks.
+      integers: whether the arrays must hold integers; otherwise they must hold floats.
       **wanted: maps the name of each argument to the array and the shape that fits. An array that
         is None is skipped.
     """
     for name, (x, shape) in wanted.items():
         if x is None:
             continue
-        if not integers:
+        if integers:
+            check_integers(name, x)
+        else:
             check_array(name, x, "...")
         if tuple(x.shape) != tuple(shape):
             raise ValueError(

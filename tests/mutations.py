@@ -2,9 +2,9 @@
 
 The program records which lines each test file's fast tests run, draws product lines, puts one slip
 in each in a copy of the project, and runs the fast tests of the files that run the line until one
-fails or the budget is spent. In the end it tries the slips that survived with the slow tests of the
-same files, with the same budget. Another run goes on where one was cut off while the code is the
-same. mutmut and cosmic-ray do not serve: mutmut runs
+fails or the budget is spent. In the end it tries the slips that survived with slow tests, first of
+the same files and then of others that run the slip's file, with the same budget. Another run goes
+on where one was cut off while the code is the same. mutmut and cosmic-ray do not serve: mutmut runs
 tests in one process, which these must not share, and cosmic-ray runs one command for every slip.
 
 A line `FILE:LINE: OPERATOR: BEFORE -> AFTER  # REASON` of `tests/mutations_excused.txt` excuses a
@@ -130,7 +130,8 @@ def tests_of(slip: tuple, source: bytes, lines: dict, seconds: dict, tier: str) 
     """Return the test files that run a slip: its own first, then the fastest.
 
     A statement that runs with an import, such as a constant or a default, may be noticed by each
-    test that runs any line of its file. So may others by slow tests, whose lines are not recorded.
+    test that runs any line of its file. Slow tests of all such files are tried for every slip,
+    because their lines are not recorded.
     """
     file, line = slip[:2]
     ran, (those, runs) = lines.get(file, {}), statement(source, line)

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.arguments import check_array, check_integers, check_shapes, check_tokens
+from pallas_kernels.arguments import check_array, check_shapes, check_tokens
 from pallas_kernels.delta_attention import mosaic_tpu, xla
 from pallas_kernels.delta_attention.interface import DeltaOperands
 from pallas_kernels.delta_attention.reference import delta_step
@@ -134,5 +134,4 @@ def _check(q, k, v, log_decay, beta, state, segment_ids):
     wanted = {name: (arrays[name], shape) for name, shape in shapes.items()}
     beside = f"q {list(q.shape)} and v {list(v.shape)}"
     check_shapes(beside, **wanted)
-    check_integers("segment_ids", segment_ids)
     check_shapes(beside, integers=True, segment_ids=(segment_ids, lead[:2]))

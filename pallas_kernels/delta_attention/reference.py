@@ -57,7 +57,7 @@ def delta_step(
     S''`, and S'' is the new state.
 
     Raises:
-      ValueError: shapes do not fit.
+      ValueError: shapes do not fit, or an array is not one of floats.
     """
     check_array("state", state, "batch heads K V")
     lead, (K, V) = state.shape[:2], state.shape[2:]

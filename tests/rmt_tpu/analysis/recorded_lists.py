@@ -141,7 +141,7 @@ _PLACES = [
 
 
 def all_plans() -> str:
-    """What is decided once for a train step, with the reason for each, on some chips and meshes."""
+    """List the choices for train steps on some chips and meshes, with the reason for each."""
     found = {}
     for change, names in _PLANNED.items():
         changes = dict(overrides.parse_assignment(each) for each in [change] if each)
