@@ -27,6 +27,7 @@ import rmt_tpu
 import sharding
 from pallas_kernels import tuned
 from pallas_kernels.causal_attention.block_sizes import Blocks, computed_share
+from rmt_tpu import analysis, estimator
 from rmt_tpu import cost as resources
 from rmt_tpu.analysis import maxtext
 from rmt_tpu.analysis.prompt import sizes_of
@@ -46,8 +47,9 @@ from rmt_tpu.estimator import (
     versions,
     work_of,
 )
-from rmt_tpu.runs.environment import describe, source_hash
+from rmt_tpu.runs.environment import source_hash
 from rmt_tpu.storage import Folder
+from rmt_tpu.training import compiler_options
 from rmt_tpu.training.run import resolve_auto
 
 Side = Literal["maxtext", "rmt_tpu"]
@@ -174,7 +176,8 @@ def sweep(
     """Compile the steps of one side of a row, and return them in order.
 
     Each outcome is kept in the folder, except failures for other reasons than memory. The next call
-    takes it from there if the commit and the versions are the same.
+    takes it from there if the versions and the code that makes it are the same. MaxText's outcomes
+    outlive changes of our models and kernels.
 
     Args:
       row: the model, batch and topology.
@@ -192,19 +195,21 @@ def sweep(
     found: list[Step] = []
     request: dict[str, Any] = {"row": dataclasses.asdict(row), "side": side}
     request["versions"] = versions() | {"maxtext": maxtext.VERSION}
-    request["commit"] = describe()["git_commit"]
-    # The commits of all changed checkouts of one commit have the same name.
-    request["source"] = source_hash(pallas_kernels, rmt_tpu, sharding)
-    request["blocks"] = tuned.fingerprint()
+    if side == "maxtext":
+        request["source"] = source_hash(analysis, estimator, compiler_options)
+    else:
+        request["source"] = source_hash(pallas_kernels, rmt_tpu, sharding)
+        request["blocks"] = tuned.fingerprint()
     # The worker starts its process when it compiles for the first time.
     with contextlib.closing(Worker(target, buffers=True)) as worker:
         for choice in itertools.islice(_choices(side, found), compiles):
-            asked = request | {"choice": dataclasses.asdict(choice)}
+            job = _job(row, side, target, choice)
+            asked = request | {"choice": dataclasses.asdict(choice), "arguments": job.arguments}
             name = f"step-{_digest(asked)}.json"
             if (kept := folder.read(name)) is not None:
                 step = step_from_json(json.loads(kept.data)["step"])
             else:
-                step = _step_of(worker.compile(_job(row, side, target, choice)), choice, row)
+                step = _step_of(worker.compile(job), choice, row)
                 if step.fault in ("", _TOO_LARGE):
                     text = json.dumps(asked | {"step": dataclasses.asdict(step)}, indent=1)
                     folder.write(name, f"{text}\n".encode())

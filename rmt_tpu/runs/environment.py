@@ -63,13 +63,14 @@ def code(root: Path) -> dict[str, Any]:
     return found | ({"wheel": wheel} if (wheel := _wheel(root)) else {})
 
 
-def source_hash(*packages: ModuleType) -> str:
-    """Return a hash of the names and contents of all Python files of packages."""
+def source_hash(*modules: ModuleType) -> str:
+    """Return a hash of the names and contents of modules, and of all Python files of packages."""
     digest = hashlib.sha256()
-    for package in packages:
-        folder = Path(package.__file__).parent
-        for path in sorted(folder.rglob("*.py")):
-            digest.update(path.relative_to(folder).as_posix().encode() + path.read_bytes())
+    for module in modules:
+        file = Path(module.__file__)
+        paths = sorted(file.parent.rglob("*.py")) if file.name == "__init__.py" else [file]
+        for path in paths:
+            digest.update(path.relative_to(file.parent).as_posix().encode() + path.read_bytes())
     return digest.hexdigest()
 
 

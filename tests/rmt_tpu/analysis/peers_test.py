@@ -6,6 +6,7 @@ import sys
 
 import pytest
 
+import pallas_kernels
 from rmt_tpu.analysis import maxtext, peers
 from rmt_tpu.errors import UsageError
 from rmt_tpu.estimator import CompilerError, Failure, parse_topology
@@ -86,13 +87,22 @@ def test_steps_that_do_not_fit_are_kept(stopped, tmp_path):
 
 @pytest.mark.parametrize("changed", ["source_hash", "tuned.fingerprint"])
 def test_steps_of_other_code_or_tables_are_compiled_again(stopped, tmp_path, monkeypatch, changed):
-    """Checkouts with changes have the same commit, whatever the changes are."""
     folder = open_folder(str(tmp_path))
     peers.sweep(ROW, "rmt_tpu", V5E, folder, compiles=1)
     monkeypatch.setattr(f"rmt_tpu.analysis.peers.{changed}", lambda *packages: "other")
     for _ in range(2):
         peers.sweep(ROW, "rmt_tpu", V5E, folder, compiles=1)
     assert stopped.jobs == 2 and len(list(tmp_path.iterdir())) == 2
+
+
+def test_maxtexts_steps_outlive_changes_of_our_models(stopped, tmp_path, monkeypatch):
+    folder = open_folder(str(tmp_path))
+    for version in "first", "second":
+        hashes = lambda *modules, v=version: v if pallas_kernels in modules else "the same"
+        monkeypatch.setattr("rmt_tpu.analysis.peers.source_hash", hashes)
+        for side in peers.SIDES:
+            peers.sweep(ROW, side, V5E, folder, compiles=1)
+    assert stopped.jobs == 3
 
 
 @pytest.mark.parametrize("attention,share", [("default", 10 / 16), ("1024 fused", 3 / 4)])

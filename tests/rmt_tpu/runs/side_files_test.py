@@ -183,6 +183,16 @@ def test_a_hash_of_sources_changes_with_names_and_contents(tmp_path):
     assert hashes[2] == hashes[3] and hashes[1] == hashes[4] and len(set(hashes)) == 3
 
 
+def test_the_hash_of_a_module_is_of_its_file_alone(tmp_path):
+    module = ModuleType("module")
+    module.__file__ = str(tmp_path / "a.py")
+    hashes = []
+    for name, text in [("a.py", "x = 1"), ("b.py", "x = 2"), ("a.py", "x = 3")]:
+        (tmp_path / name).write_text(text)
+        hashes.append(environment.source_hash(module))
+    assert hashes[0] == hashes[1] != hashes[2]
+
+
 def test_rows_that_a_failed_append_left_are_written_when_files_are_flushed(
     tmp_path, told, monkeypatch
 ):
