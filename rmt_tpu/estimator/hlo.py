@@ -21,6 +21,8 @@ _OP_NAME = re.compile(r'op_name="((?:[^"\\]|\\.)*)"')
 _CYCLES = re.compile(r'"estimated_cycles":"?(\d+)')
 _ACCESSED = re.compile(r'"bytes_accessed":"?(\d+)')
 _FLOPS = re.compile(r'"flops":"?(\d+)')
+_CONSTANT = re.compile(r"constant\((\d+)\)")
+_INDEX = re.compile(r"index=(\d+)")
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"?(\d+)')
 _SCOPED = re.compile(r'"used_scoped_memory_configs":\[\{[^}]*"size":"(\d+)"')
 _KERNEL = re.compile(r'custom_call_target="tpu_custom_call"')
@@ -274,8 +276,24 @@ class Module:
         constants = [i for i in condition.values() if i.opcode == "constant"]
         if len(constants) != 1:
             return None
-        bound = re.search(r"constant\((\d+)\)", constants[0].attributes)
-        return int(bound.group(1)) if bound else None
+        bound = _CONSTANT.match(constants[0].attributes)
+        return -(-int(bound.group(1)) // self._step(loop)) if bound else None
+
+    def _step(self, loop: Instruction) -> int:
+        """Return the constant that an iteration of a loop adds to its counter; 1 if unknown.
+
+        The step is 2 in loops that XLA unrolls, such as those that hide collectives.
+        """
+        condition, body = (self.computations[loop.called[name]] for name in ("condition", "body"))
+        counter = next((i for i in condition.values() if i.opcode == "get-tuple-element"), None)
+        result = next(i for i in body.values() if i.is_root)
+        if counter is None or result.opcode != "tuple":
+            return 1
+        added = body[result.operands[int(_INDEX.search(counter.attributes).group(1))]]
+        if added.opcode != "add":
+            return 1
+        constants = (_CONSTANT.match(body[name].attributes) for name in added.operands)
+        return next((int(found.group(1)) for found in constants if found), 1)
 
     def traffic(self, computation: str, instruction: Instruction) -> Bytes:
         """Return the bytes that an instruction reads and writes.

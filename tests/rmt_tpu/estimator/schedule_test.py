@@ -479,6 +479,16 @@ def test_loop_of_unknown_length():
     assert {r.times for r in Module(known).run() if r.depth} == {6}
 
 
+@pytest.mark.parametrize("step,times", [(1, 24), (2, 12), (5, 5)])
+def test_a_loop_of_several_iterations_in_one(step, times):
+    """XLA unrolls loops whose products hide collectives."""
+    next_iteration = f"""  %step = s32[]{{:T(128)}} constant({step})
+  %next = s32[]{{:T(128)}} add(%i, %step)
+  ROOT %r"""
+    text = PROGRAM.replace("  ROOT %r", next_iteration).replace("tuple(%i, %u)", "tuple(%next, %u)")
+    assert {r.times for r in Module(text).run() if r.depth} == {times}
+
+
 def test_text_without_a_program():
     with pytest.raises(ValueError, match="has no ENTRY computation"):
         Module("HloModule empty")
