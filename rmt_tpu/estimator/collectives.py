@@ -147,13 +147,16 @@ def _collectives_of(module: Module, ran: Executed) -> Iterator[_FoundCollective]
         scope, starts = module.computations[ran.computation], instruction.opcode == "async-start"
         hidden = starts and _is_hidden(module, scope, instruction)
         yield from _fused_collectives(module, instruction.called["calls"], hidden)
+    elif instruction.opcode == "call-start":
+        hidden = _is_hidden(module, module.computations[ran.computation], instruction)
+        yield from _fused_collectives(module, instruction.called["to_apply"], hidden)
 
 
 def _is_hidden(module: Module, scope: dict[str, Instruction], start: Instruction) -> bool:
     """Return whether anything is computed from the start of a collective until it is complete.
 
     If it is complete only after the end of its computation, as in a later iteration of a loop, the
-    result is true.
+    result is true. A collective of a SparseCore starts at `call-update`, which has its operand.
     """
     pending, meanwhile = {start.name}, []
     for instruction in list(scope.values())[list(scope).index(start.name) + 1 :]:
@@ -162,6 +165,8 @@ def _is_hidden(module: Module, scope: dict[str, Instruction], start: Instruction
                 return _computes(module, meanwhile)
             if instruction.opcode.endswith("-update"):
                 pending.add(instruction.name)
+                if instruction.opcode == "call-update":
+                    meanwhile.clear()
         meanwhile.append(instruction)
     return True
 

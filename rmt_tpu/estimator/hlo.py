@@ -315,6 +315,9 @@ class Module:
         if opcode in _UPDATES:
             update = scope[instruction.operands[_UPDATES[opcode]]].arrays
             return _bytes(update) + _bytes(update)
+        if opcode == "call-update":
+            # Its results contain the operand of the collective.
+            return sum((_bytes((array,)) for array in instruction.arrays), Bytes())
         read = (scope[name].arrays for name in instruction.operands if name in scope)
         total = sum(map(_bytes, read), _bytes(instruction.arrays))
         return _declared(instruction, total) if opcode == "custom-call" else total

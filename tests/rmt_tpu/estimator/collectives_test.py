@@ -103,6 +103,11 @@ ASYNCHRONOUS = """HloModule m
   ROOT %e = f32[8,128]{1,0} all-to-all(%q), replica_groups=[4,2]<=[8], dimensions={0}
 }
 
+%offloaded (q.1: f32[8,128]) -> f32[8,128] {
+  %q.1 = f32[8,128]{1,0} parameter(0)
+  ROOT %sum = f32[8,128]{1,0} all-reduce(%q.1), replica_groups=[4,2]<=[8], to_apply=%add
+}, execution_thread="sparsecore"
+
 ENTRY %main (a: f32[8,128]) -> f32[8,128] {
   %a = f32[8,128]{1,0} parameter(0)
   %s.1 = (f32[8,128]{1,0}, f32[8,128]{1,0}) collective-permute-start(%a), source_target_pairs={{0,1},{1,0}}
@@ -114,7 +119,12 @@ ENTRY %main (a: f32[8,128]) -> f32[8,128] {
   %s.3 = ((f32[8,128]{1,0}), f32[8,128]{1,0}, u32[]) async-start(%d.1), calls=%exchange
   %u.3 = ((f32[8,128]{1,0}), f32[8,128]{1,0}, u32[]) async-update(%s.3), calls=%exchange
   @3
-  ROOT %d.3 = f32[8,128]{1,0} async-done(%u.3), calls=%exchange
+  %d.3 = f32[8,128]{1,0} async-done(%u.3), calls=%exchange
+  %s.4 = ((), (), (s32[1]{0:S(2)})) call-start(), async_execution_thread="sparsecore", to_apply=%offloaded
+  %early = f32[8,128]{1,0} fusion(%a), kind=kLoop, calls=%other
+  %u.4 = ((f32[8,128]{1,0}), f32[8,128]{1,0}) call-update(%s.4, %early)
+  @4
+  ROOT %d.4 = f32[8,128]{1,0} call-done(%u.4)
 }
 """  # noqa: E501 (the lines are the compiler's)
 WORK = "%f = f32[8,128]{1,0} fusion(%a), kind=kLoop, calls=%other"
@@ -126,20 +136,27 @@ NO_WORK = (
 
 
 @pytest.mark.parametrize("meanwhile", ["", *NO_WORK])
-@pytest.mark.parametrize("number", [1, 2, 3])
+@pytest.mark.parametrize("number", [1, 2, 3, 4])
 def test_a_collective_is_hidden_only_during_work(number, meanwhile):
     scattered = SPREAD[SPREAD.index("%all-reduce-scatter") : SPREAD.index("ENTRY")]
     text = ASYNCHRONOUS.replace("ENTRY", f"{scattered}ENTRY")
-    for n in (1, 2, 3):
+    for n in (1, 2, 3, 4):
         text = text.replace(f"@{n}", WORK if n == number else meanwhile.replace("%b", f"%b.{n}"))
     found = [c for c in collectives(Module(text), MESH) if c.kind != "reduce-scatter"]
-    kinds = ["collective-permute", "all-gather", "all-to-all"]
+    kinds = ["collective-permute", "all-gather", "all-to-all", "all-reduce"]
     assert [c.kind for c in found] == kinds
     assert [c.kind for c in found if c.overlaps] == [kinds[number - 1]]
 
 
+def test_a_collective_of_a_sparse_core_reads_its_operand_once():
+    module = Module(re.sub("@[1234]", "", ASYNCHRONOUS))
+    entry, size = module.computations["main"], 4 * 8 * 128
+    moved = [module.traffic("main", entry[name]).hbm for name in ("s.4", "u.4", "d.4")]
+    assert moved == [0, 2 * size, 0]
+
+
 def test_a_collective_that_a_later_iteration_completes_is_hidden():
-    text = re.sub("@[123]", "", ASYNCHRONOUS).replace("collective-permute-done(%s.1)", "copy(%a)")
+    text = re.sub("@[1234]", "", ASYNCHRONOUS).replace("collective-permute-done(%s.1)", "copy(%a)")
     first, *others = collectives(Module(text), MESH)
     assert first.overlaps and not any(c.overlaps for c in others)
 
