@@ -201,7 +201,7 @@ def lower(
     devices: Sequence[jax.Device],
     overrides: Mapping[str, Any],
     options: Mapping[str, Any],
-    limit_vmem: bool,
+    with_ours: bool,
 ) -> tuple[WithOptions, dict[str, Any]]:
     """Lower MaxText's train step for all devices of a topology, so that it can be compiled.
 
@@ -209,7 +209,7 @@ def lower(
       devices: the devices, which need not be present.
       overrides: MaxText config values, from `overrides_of`.
       options: the compiler options.
-      limit_vmem: whether to add the compiler options of our own train steps, which limit VMEM.
+      with_ours: whether to add the compiler options of our own train steps.
 
     Returns:
       The lowered step, and the result of `sizes_of` for its mesh.
@@ -248,7 +248,7 @@ def lower(
         static_argnums=static,
         donate_argnums=donated,
     )
-    if limit_vmem:
+    if with_ours:
         options = dict(options) | (compiler_options.for_step(mesh) or {})
     with jax.set_mesh(mesh), logical_axis_rules(config.logical_axis_rules):
         return WithOptions(jitted.lower(*args, **kwargs), options), sizes_of(mesh)

@@ -251,7 +251,7 @@ def _job(row: Row, side: Side, target: Target, choice: Choice) -> Job:
     if side == "maxtext":
         parts = choice.attention, choice.remat, choice.weights
         values = maxtext.overrides_of(config, devices, *parts)
-        arguments = {"overrides": values, "options": theirs, "limit_vmem": both}
+        arguments = {"overrides": values, "options": theirs, "with_ours": both}
         return Job(f"{maxtext.__name__}:lower", arguments, whole_topology=True)
     config = overrides.apply(config, {"model.remat": choice.remat})
     arguments = {"config": overrides.to_json(config), "options": theirs if both else {}}

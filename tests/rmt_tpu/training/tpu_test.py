@@ -26,7 +26,8 @@ from rmt_tpu.config import (
 )
 from rmt_tpu.config.presets import run
 from rmt_tpu.data import Batch
-from rmt_tpu.estimator import TARGETS, Job, Worker
+from rmt_tpu.estimator import TARGETS, Job, Worker, collectives
+from rmt_tpu.estimator.hlo import Module
 from rmt_tpu.training import compiler_options
 from rmt_tpu.training.run import prepare
 from tests.tiers import later
@@ -176,19 +177,47 @@ def test_nothing_moves_between_the_residuals_kernels_and_attention(topology, seq
         assert [line for line in of_stacks if f"[{slots}," in line] == []
 
 
+def options_for(topology, *, whole=False):
+    """The compiler options of a train step on a topology, or on one device of it."""
+    target = topologies.get_topology_desc(platform="tpu", topology_name=topology)
+    devices = target.devices if whole else target.devices[:1]
+    return compiler_options.for_step(jax.sharding.Mesh(np.array(devices), ("data",)))
+
+
 def test_an_instruction_has_more_vmem_on_some_chips_unless_the_user_says_how_much(monkeypatch):
-    mesh = lambda topology: sharding.make_mesh(
-        "data=1", topologies.get_topology_desc(platform="tpu", topology_name=topology).devices[:1]
-    )
     monkeypatch.delenv("LIBTPU_INIT_ARGS", raising=False)
-    assert compiler_options.for_step(mesh("v4:2x2x1")) is None
+    assert options_for("v4:2x2x1") is None
     kib = {"v5e:2x2": 65536, "v5p:2x2x1": 49152, "v6e:2x2": 49152, "tpu7x:2x2x1": 49152}
     for topology, wanted in kib.items():
-        assert compiler_options.for_step(mesh(topology)) == {
-            "xla_tpu_scoped_vmem_limit_kib": wanted
-        }
+        assert options_for(topology) == {"xla_tpu_scoped_vmem_limit_kib": wanted}
     monkeypatch.setenv("LIBTPU_INIT_ARGS", "--xla_tpu_scoped_vmem_limit_kib=32768")
-    assert compiler_options.for_step(mesh("v6e:2x2")) is None
+    assert options_for("v6e:2x2") is None
+
+
+def test_several_chips_give_collectives_to_sparse_cores_unless_the_user_forbids(monkeypatch):
+    monkeypatch.delenv("LIBTPU_INIT_ARGS", raising=False)
+    assert options_for("v4:2x2x1", whole=True) is None
+    assert options_for("v5e:2x2", whole=True) == options_for("v5e:2x2")
+    gathers = "xla_tpu_enable_sparse_core_collective_offload_all_gather"
+    for topology in ("v5p:2x2x1", "v6e:2x2", "tpu7x:2x2x1"):
+        offloaded = options_for(topology, whole=True)
+        assert offloaded.items() > options_for(topology).items() and offloaded[gathers] is True
+    monkeypatch.setenv("LIBTPU_INIT_ARGS", f"--{gathers}=false")
+    assert options_for("v6e:2x2", whole=True).keys() == offloaded.keys() - {gathers}
+
+
+@pytest.mark.parametrize("topology", ["v5p:2x2x1", "v6e:2x2"])
+def test_weights_and_gradients_are_sent_during_other_work(topology, monkeypatch):
+    """SparseCores perform these collectives; without the compiler options, none is hidden."""
+    monkeypatch.delenv("LIBTPU_INIT_ARGS", raising=False)
+    _, step = compiled(config_of("llama-tiny", mesh="fsdp=4", batch_size=8), 4, topology)
+    sent = collectives(Module(step.as_text()), {"fsdp": 4})
+    for kind in ("all-gather", "reduce-scatter", "all-reduce"):
+        hidden, exposed = (
+            sum(c.bytes for c in sent if c.kind == kind and c.overlaps is overlaps)
+            for overlaps in (True, False)
+        )
+        assert exposed < 0.01 * hidden, kind
 
 
 @pytest.mark.parametrize("topology", ["v5e:2x2", "v5p:2x2x1", "v6e:2x2"])
