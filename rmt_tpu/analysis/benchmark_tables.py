@@ -175,7 +175,8 @@ SOURCES = {
     "step_32": _steps(32),
     "residuals_160m": _residuals("gpt2-160m", _CHIPS),
     "residuals_405m": _residuals("gpt2-405m", _CHIPS, without=("mean",)),
-    "peers": _peers(("llama-374m-2048@v5e",)),
+    "peers": _peers(("llama-374m-2048@v5e", "llama-374m-2048@v5p")),
+    "peers_long": _peers(("llama-374m-8192@v5e",)),
     "peers_slice": _peers(("llama-374m-2048@v5e",), ":2x2"),
     "decode": _decode(
         _CHIPS,
@@ -254,7 +255,7 @@ TABLES = {
     "steps": Table(("step_16", "step_32"), layouts.steps),
     "step_parts": Table(("step_16",), layouts.step_parts),
     "residuals": Table(("residuals_160m", "residuals_405m"), layouts.residuals),
-    "peers": Table(("peers", "peers_slice"), layouts.peer_steps),
+    "peers": Table(("peers", "peers_long", "peers_slice"), layouts.peer_steps),
     "decode": Table(("decode", "decode_long"), layouts.decode),
     "decode_host": Table(("decode_host",), layouts.decode_host),
     "gpu_steps": Table(("gpu_steps",), layouts.measured_steps),
