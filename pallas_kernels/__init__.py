@@ -21,7 +21,7 @@ from pallas_kernels.depth_attention import (
     depth_attention_partial,
     depth_attention_partial_backward,
 )
-from pallas_kernels.grouped_matmul import grouped_matmul
+from pallas_kernels.grouped_matmul import grouped_matmul, row_alignment
 from pallas_kernels.key_vector import (
     FRACTION_BITS,
     Reread,
@@ -69,6 +69,7 @@ __all__ = [
     "norm_retrieve_again",
     "product_at",
     "read_slices",
+    "row_alignment",
     "rows_of_tokens",
     "store",
     "store_backward",

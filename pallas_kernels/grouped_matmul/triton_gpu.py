@@ -52,7 +52,7 @@ class _Blocks(NamedTuple):
         return cls(rows, columns, depth, 8 if rows * columns > 64 * 128 else 4, stages)
 
 
-def unsupported(op: str, rows, other, sizes) -> str | None:
+def unsupported(op: str, rows, other, sizes, **_) -> str | None:
     """Return a one-line reason why the kernels do not support this call, or None."""
     if why := no_triton():
         return why
@@ -66,6 +66,7 @@ def product(
     matrices: Float[Array, "G K N"],
     sizes: Int[Array, " G"],
     *,
+    alignment: int = 1,
     transposed: bool = False,
     interpret: bool = False,
 ) -> Float[Array, "M _"]:
@@ -110,6 +111,7 @@ def of_matrices(
     d_products: Float[Array, "M N"],
     sizes: Int[Array, " G"],
     *,
+    alignment: int = 1,
     interpret: bool = False,
 ) -> Float[Array, "G K N"]:
     """Return the cotangents of the matrices, as `pallas_kernels.grouped_matmul` defines."""

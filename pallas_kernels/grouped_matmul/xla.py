@@ -15,6 +15,7 @@ def product(
     matrices: Float[Array, "G K N"],
     sizes: Int[Array, " G"],
     *,
+    alignment: int = 1,
     transposed: bool = False,
 ) -> Float[Array, "M _"]:
     """Multiply each row by the matrix of its group, as `pallas_kernels.grouped_matmul` defines."""
@@ -22,7 +23,11 @@ def product(
 
 
 def of_matrices(
-    rows: Float[Array, "M K"], d_products: Float[Array, "M N"], sizes: Int[Array, " G"]
+    rows: Float[Array, "M K"],
+    d_products: Float[Array, "M N"],
+    sizes: Int[Array, " G"],
+    *,
+    alignment: int = 1,
 ) -> Float[Array, "G K N"]:
     """Return the cotangents of the matrices, as `pallas_kernels.grouped_matmul` defines."""
     return _ragged(rows, d_products, sizes, ((0,), (0,)), groups=[])

@@ -24,8 +24,9 @@ _TILE = 256
 # Maximum number of bytes per row of a tile. The kernel does not request VMEM, so it gets the
 # default of 16 MiB even if a core has more.
 _BYTES = 2**14
-# Minimum number of choices of experts for which the kernel is faster than XLA.
-_CHOICES = 1024
+# Minimum number of choices of experts for which the kernel is faster than XLA, and maximum number
+# of rows per choice.
+_CHOICES, _MOST_ROWS = 1024, 0.6
 
 
 def unsupported(op: str, rows, order, places) -> str | None:
@@ -42,7 +43,7 @@ def wins(op: str, rows, order, places) -> bool:
 
     XLA reads a row for every choice, so the kernel is faster if there are few rows.
     """
-    fewer_rows = 2 * len(rows) <= len(places) and len(places) >= _CHOICES
+    fewer_rows = len(rows) <= _MOST_ROWS * len(places) and len(places) >= _CHOICES
     wide = rows.shape[1] >= LANES
     return fewer_rows and wide and unsupported(op, rows, order, places) is None
 
@@ -61,7 +62,7 @@ def sums(
     has = jnp.pad(places < count, (0, -len(places) % (LANES * each)))
     sizes = jnp.sum(has.reshape(-1, LANES * each), axis=1, dtype=jnp.int32)
     # Rows to which no choice is assigned sort after all other rows.
-    token = jnp.where(jnp.arange(count) < jnp.sum(sizes), order // each, tokens)
+    token = jnp.minimum(order // each, tokens)
     by_token = jnp.argsort(token)
     one_hot = jax.nn.one_hot(token[by_token] % LANES, LANES, dtype=rows.dtype)
     padded = lambda x: jnp.pad(x, ((0, -count % _TILE), (0, 0)))

@@ -301,7 +301,7 @@ def token_rows(
         places = np.full(tokens * choices, count, np.int32)
         places[order] = np.arange(len(order))
         # The padding rows belong to no token's choice of an expert.
-        order = np.pad(order, (0, count - len(order)))
+        order = np.pad(order, (0, count - len(order)), constant_values=tokens * choices)
         return {
             "rows": normal(51, dtype, count, width),
             "x": normal(52, dtype, tokens, width),

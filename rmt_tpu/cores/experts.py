@@ -64,18 +64,22 @@ class Rows(NamedTuple):
     """The assignment of tokens to R rows of this device, sorted by expert.
 
     A *choice* is a pair of a token and one of its k chosen experts. The number R of rows is fixed,
-    so some rows may be unused, or some choices may not fit.
+    so some rows may be unused, or some choices may not fit. On TPUs, unused rows also fill up each
+    expert's rows to a multiple of `pallas_kernels.row_alignment`.
 
     Attributes:
       order: the index of the choice in each row; choices are numbered token by token, k per token.
+        An unused row has the number of choices.
       places: the row of each choice, or R if the choice has no row.
-      sizes: the number of rows per expert; rows after these are unused.
+      sizes: the number of rows per expert, with those that fill up; rows after these are unused.
+      alignment: a number of which all sizes are multiples.
       dropped: the number of choices that did not fit.
     """
 
     order: Int[Array, " rows"]
     places: Int[Array, " choices"]
     sizes: Int[Array, " own_experts"]
+    alignment: int
     dropped: Int[Array, ""]
 
 
@@ -266,13 +270,19 @@ class Experts(Core):
         to_rows = functools.partial(
             pallas_kernels.rows_of_tokens, order=rows.order, places=rows.places
         )
-        gathered, weights = to_rows(x), to_rows(weights.reshape(-1, 1))
+        gathered = to_rows(x)
+        # Unused rows have a weight of 0, so that they do not contribute to any gradient.
+        used = (rows.order < chosen.size)[:, None]
+        weights = jnp.where(used, to_rows(weights.reshape(-1, 1)), 0)
+        multiply = functools.partial(
+            pallas_kernels.grouped_matmul, sizes=rows.sizes, alignment=rows.alignment
+        )
         w_1, w_2 = self._gather(self.w_1, x.dtype, axis=1), self._gather(self.w_2, x.dtype, axis=2)
         w_1 = w_1.reshape(*w_1.shape[:2], -1)
-        gate, up = jnp.split(pallas_kernels.grouped_matmul(gathered, w_1, rows.sizes), 2, axis=-1)
+        gate, up = jnp.split(multiply(gathered, w_1), 2, axis=-1)
         # Apply the weights before the second product: hidden vectors are smaller than outputs.
         hidden = (activations.gated(self.core, gate, up) * weights).astype(x.dtype)
-        y = pallas_kernels.grouped_matmul(hidden, w_2, rows.sizes)
+        y = multiply(hidden, w_2)
         y = pallas_kernels.sums_of_rows(y, rows.order, rows.places, each=self.core.top_k)
         y = sharding.scatter_sum(y, "expert", axis=0).reshape(batch, seq, -1)
         # All devices along `tensor` drop the same choices. Each reports an equal share of them, so
@@ -289,17 +299,29 @@ class Experts(Core):
         row_limit = len(chosen) * min(self.core.top_k, local_experts)
         if self.core.capacity is not None and devices > 1:
             row_limit = min(row_limit, math.ceil(self.core.capacity * chosen.size / devices))
+        alignment = pallas_kernels.row_alignment(chosen.size // devices, local_experts)
+        filled = min(local_experts, row_limit) * (alignment - 1)
+        row_count = (row_limit + filled) // alignment * alignment
+        own = jnp.arange(local_experts)
         expert = chosen.reshape(-1) - local_experts * sharding.axis_index("expert")
         expert = jnp.where((expert >= 0) & (expert < local_experts), expert, local_experts)
-        order = jnp.argsort(expert)
-        requested = jnp.cumsum(
-            jnp.sum(expert[:, None] == jnp.arange(local_experts), axis=0, dtype=jnp.int32)
+        counts = jnp.sum(expert[:, None] == own, axis=0, dtype=jnp.int32)
+        missing = -counts % alignment
+        # Rows that fill up are sorted like choices, whose numbers come before theirs.
+        fills = jnp.arange(alignment - 1) < missing[:, None]
+        fillers = jnp.where(fills, own[:, None], local_experts).reshape(-1)
+        order = jnp.argsort(jnp.concatenate([expert, fillers]))
+        ends = jnp.minimum(jnp.cumsum(counts + missing), row_count)
+        places = jnp.argsort(order)[: chosen.size]
+        has_row = places < ends[-1]
+        used = (jnp.arange(row_count) < ends[-1]) & (order[:row_count] < chosen.size)
+        return Rows(
+            order=jnp.where(used, order[:row_count], chosen.size),
+            places=jnp.where(has_row, places, row_count),
+            sizes=jnp.diff(ends, prepend=0),
+            alignment=alignment,
+            dropped=jnp.sum(counts) - jnp.sum(has_row, dtype=counts.dtype),
         )
-        ends = jnp.minimum(requested, row_limit)
-        places = jnp.argsort(order)
-        places = jnp.where(places < ends[-1], places, row_limit)
-        sizes = jnp.diff(ends, prepend=0)
-        return Rows(order[:row_limit], places, sizes, requested[-1] - ends[-1])
 
 
 def dropless(model: cfg.ModelConfig) -> cfg.ModelConfig:

@@ -23,8 +23,8 @@ from rmt_tpu.estimator.programs import lower
 Direction = Literal["forward", "training"]
 DIRECTIONS: tuple[Direction, ...] = ("forward", "training")
 PORTABLE = "xla"
-# Every case has 8192 tokens in bfloat16, divided into 16 sequences unless a case specifies another
-# number.
+# Every case but those of experts has 8192 tokens in bfloat16, divided into 16 sequences unless the
+# case specifies another number.
 _TOKENS = math.prod(TOKENS)
 _ITEM = 2
 
@@ -307,6 +307,36 @@ def _delta() -> list[OpCase]:
     ]
 
 
+def _grouped() -> list[OpCase]:
+    """Return the products of experts: those of Kimi Linear's 48B on a device, and of Mixtral 8x7B.
+
+    A device of a mesh with `expert=8` has 32 of Kimi Linear's experts. The numbers of rows are
+    multiples of every tile.
+    """
+    kimi, mixtral = (131072, 32), (16384, 8)
+    sizes = ((*kimi, 2304, 2048), (*kimi, 1024, 2304), (*mixtral, 4096, 14336))
+    return [_grouped_matmul(*size) for size in sizes]
+
+
+def _grouped_matmul(M: int, G: int, K: int, N: int) -> OpCase:
+    def function(implementation, rows, matrices, sizes):
+        options = {"alignment": pallas_kernels.row_alignment(M, G)}
+        return pallas_kernels.grouped_matmul(
+            rows, matrices, sizes, implementation=implementation, **options
+        )
+
+    of_rows, of_products, of_matrices = M * K * _ITEM, M * N * _ITEM, G * K * N * _ITEM
+    flops = 2 * M * K * N
+    return OpCase(
+        f"M={M} G={G} K={K} N={N}",
+        function,
+        (array("bfloat16", M, K), array("bfloat16", G, K, N), array("int32", G)),
+        MinimumWork(of_rows + of_products + of_matrices, flops),
+        # Each of the two gradients reads the cotangents of the products.
+        MinimumWork(2 * (of_rows + of_products + of_matrices), 2 * flops),
+    )
+
+
 def elements_per_sublayer(moved: dict[str, int]) -> dict[str, float]:
     """Return the memory traffic of each schedule in Table 1 of the Attention Residuals paper.
 
@@ -339,4 +369,5 @@ OPS = {
     "attention": Op(_attention, {"tpu": "mosaic_tpu", "gpu": "cudnn"}),
     "depth_attention": Op(_depth, {"tpu": "mosaic_tpu", "gpu": "triton"}),
     "delta_attention": Op(_delta, {"tpu": "mosaic_tpu"}),
+    "grouped_matmul": Op(_grouped, {"tpu": "mosaic_tpu", "gpu": "triton"}),
 }

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import pallas_kernels
 from pallas_kernels.arguments import StackSlice
 from pallas_kernels.causal_attention import mosaic_tpu as causal_attention
 from pallas_kernels.causal_attention.block_sizes import Blocks
@@ -119,7 +120,7 @@ def test_ops(op, names, chip):
         check(lambda given: CALLS[op].run("pallas", given), [longer(op)], names)
 
 
-# JAX's own kernels, which tables of groups choose blocks for.
+# Kernels for which tables of groups choose blocks.
 GROUPED = {"grouped_matmul", "rows_of_tokens", "sums_of_rows"}
 
 
@@ -129,11 +130,22 @@ def test_every_op_with_kernels_is_tested():
 
 
 @pytest.mark.slow
-def test_grouped_products():
-    call = CALLS["grouped_matmul"]
-    sizes = np.array([300, 0, 259, 342], np.int32)
-    given = {"rows": f(1, 901, D), "matrices": f(4, D, D), "sizes": sizes}
-    check(lambda given: call.run("pallas", given), [given], "kernel")
+@pytest.mark.parametrize("chip", [None, ONE_CORE])
+def test_grouped_products(chip):
+    """All tiles of rows belong to a group here; products of other rows are not written."""
+    sizes = np.array([384, 0, 256, 384], np.int32)
+    given = {"rows": f(1024, D), "matrices": f(4, D, 256)}
+
+    def run(rows, matrices):
+        op = lambda *x: pallas_kernels.grouped_matmul(
+            *x, jnp.asarray(sizes), alignment=128, implementation="mosaic_tpu"
+        )
+        products, pull_back = jax.vjp(op, rows, matrices)
+        return products, *pull_back(products)
+
+    kernels = "grouped_matmul grouped_matmul_transposed grouped_matmul_of_matrices"
+    with lowering_for(chip) if chip else contextlib.nullcontext():
+        check(lambda given: run(**given), [given], kernels)
 
 
 # What an op alone does not ask for -----------------------------------------------------------

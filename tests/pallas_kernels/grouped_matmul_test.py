@@ -7,14 +7,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import UnsupportedImplementation, grouped_matmul
+from pallas_kernels import UnsupportedImplementation, grouped_matmul, row_alignment
 from pallas_kernels.grouped_matmul import mosaic_tpu, reference, triton_gpu, xla
-from pallas_kernels.token_rows import mosaic_tpu as token_rows
+from pallas_kernels.grouped_matmul.layout import spread
+from pallas_kernels.target import lowering_for
 from rmt_tpu.estimator.tuning import ptxas_usage
 from tests import cuda
 from tests.closeness import assert_close
 from tests.tiers import later
-from tests.tpu import place_on
+from tests.tpu import device_of, place_on
 
 # Of a group: none, one row, more than a tile of the kernel; and rows that are of none.
 SIZES = np.array([5, 0, 140, 1, 37], np.int32)
@@ -29,12 +30,12 @@ def arguments(dtype):
     return draw(M, K), draw(len(SIZES), K, N), draw(M, N)
 
 
-def plain(rows, matrices, d_products):
+def plain(rows, matrices, d_products, sizes=SIZES):
     """Products of the rows of some group, and the gradients of rows and matrices."""
     rows, matrices, d_products = (np.float64(x) for x in (rows, matrices, d_products))
-    ends = np.cumsum(SIZES)
+    ends = np.cumsum(sizes)
     products, d_rows, d_matrices = [], [], []
-    for matrix, end, size in zip(matrices, ends, SIZES, strict=True):
+    for matrix, end, size in zip(matrices, ends, sizes, strict=True):
         own = slice(end - size, end)
         products.append(rows[own] @ matrix)
         d_rows.append(d_products[own] @ matrix.T)
@@ -42,9 +43,9 @@ def plain(rows, matrices, d_products):
     return np.concatenate(products), np.concatenate(d_rows), np.stack(d_matrices)
 
 
-def given_back(module, **options):
+def given_back(module, sizes=SIZES, **options):
     """A compiled function of rows, matrices and d_products that has all of an implementation."""
-    sizes = jnp.asarray(SIZES)
+    sizes = jnp.asarray(sizes)
 
     def run(rows, matrices, d_products):
         products = module.product(rows, matrices, sizes, **options)
@@ -95,25 +96,54 @@ def test_the_reference_is_the_plain_product():
     assert_close(products, np.pad(want, [(0, M - len(want)), (0, 0)]), TOLERANCE["float32"])
 
 
+def with_gradient(topology, rows, groups, inner, columns, dtype="bfloat16", alignment=1):
+    """The op with its gradients, compiled for a chip."""
+
+    def run(rows, matrices, d_products, sizes):
+        op = lambda *given: grouped_matmul(*given, sizes, alignment=alignment)
+        products, pull_back = jax.vjp(op, rows, matrices)
+        return products, *pull_back(d_products)
+
+    place = place_on(topology)
+    given = (
+        place(dtype, rows, inner),
+        place(dtype, groups, inner, columns),
+        place(dtype, rows, columns),
+        place("int32", groups),
+    )
+    with lowering_for(device_of(topology).device_kind):
+        return jax.jit(run).lower(*given).compile()
+
+
 @pytest.mark.compile
 @pytest.mark.parametrize("topology", ["v4:2x2x1", "v5e:2x2", "v5p:2x2x1", "v6e:2x2", "tpu7x:2x2x1"])
 def test_the_gradient_on_a_tpu_costs_what_rows_cost(topology):
     """Twice the product's FLOPs, and not as many again for each of 64 matrices."""
-    array = place_on(topology)
-    rows, columns, inner, groups = 4096, 512, 768, 64
+    program = with_gradient(topology, 4096, 64, 768, 512, alignment=64)
+    assert 0.9 < program.cost_analysis()["flops"] / (6 * 4096 * 768 * 512) < 1.2
 
-    def run(rows, matrices, d_products, sizes):
-        products, pull_back = jax.vjp(lambda *given: grouped_matmul(*given, sizes), rows, matrices)
-        return products, *pull_back(d_products)
 
-    given = (
-        array("bfloat16", rows, inner),
-        array("bfloat16", groups, inner, columns),
-        array("bfloat16", rows, columns),
-        array("int32", groups),
-    )
-    cost = jax.jit(run).lower(*given).compile().cost_analysis()
-    assert 0.9 < cost["flops"] / (6 * rows * columns * inner) < 1.2
+@pytest.mark.compile
+@pytest.mark.parametrize(
+    "topology, sizes, options",
+    [
+        # Kimi Linear's 48B, DeepSeek-V3, a few tokens for many experts, and odd sizes.
+        ("v6e:2x2", (8192, 8, 2304, 2048), {"alignment": 256}),
+        ("v4:2x2x1", (8192, 8, 1024, 2304), {"alignment": 128}),
+        ("v5e:2x2", (1024, 4, 768, 512), {"alignment": 128, "dtype": "float32"}),
+        ("v5p:2x2x1", (64, 256, 2304, 2048), {}),
+        *later(
+            ("v5p:2x2x1", (8192, 8, 2304, 2048), {"alignment": 128}),
+            ("tpu7x:2x2x1", (8192, 8, 7168, 4096), {"alignment": 256}),
+            ("v4:2x2x1", (1024, 4, 7168, 2048), {"alignment": 128}),
+            ("v5e:2x2", (1024, 4, 7168, 2048), {"alignment": 128, "dtype": "float32"}),
+            ("v5e:2x2", (300, 5, 200, 136), {"dtype": "float32"}),
+        ),
+    ],
+)
+def test_experts_of_many_sizes_compile_for_tpus(topology, sizes, options):
+    program = with_gradient(topology, *sizes, **options).as_text()
+    assert program.count("tpu_custom_call") == 3
 
 
 KERNELS = ["grouped_matmul", "grouped_matmul_of_matrices", "grouped_matmul_transposed"]
@@ -190,33 +220,109 @@ def test_a_kernel_that_cannot_serve_says_why(unannotated):
         grouped_matmul(*given, implementation="mosaic_tpu")
 
 
-@pytest.mark.parametrize("dtype, want", [("bfloat16", [1024, 1024]), ("float32", [512, 512])])
-def test_tiles_fit_the_vmem_that_kernels_have_unasked(dtype, want):
-    rows, item = mosaic_tpu._ROWS, jnp.dtype(dtype).itemsize
-    K, N = mosaic_tpu._of_matrix(jnp.dtype(dtype), 2304, 2048)
-    assert [K, N] == want
-    of_product = 2 * item * (rows * K + K * N + rows * N) + 4 * rows * N
-    of_matrices = 2 * item * (rows * K + K * N + rows * N) + 4 * K * N
-    assert max(of_product, of_matrices) <= 14 * 2**20
+# Groups whose sizes are known to be multiples of a number ----------------------------------------
+
+ALIGNED = np.array([32, 0, 160, 16, 48], np.int32)
 
 
-@pytest.mark.compile
-def test_wide_experts_in_float32_compile():
-    place = place_on("v5e:2x2")
-    given = place(jnp.float32, 1024, 2304), place(jnp.float32, 2, 2304, 2048)
-    loss = lambda *x: jnp.sum(grouped_matmul(*x, implementation="mosaic_tpu"))
-    program = jax.jit(jax.grad(loss, (0, 1))).lower(*given, place(jnp.int32, 2)).compile()
-    assert program.as_text().count("tpu_custom_call") == 2
+@pytest.mark.parametrize(
+    "kind, dtype",
+    [
+        ("TPU v5", "float32"),
+        *later(*(("TPU v5", "bfloat16"), ("TPU v5 lite", "float32"), ("TPU v6 lite", "bfloat16"))),
+    ],
+)
+def test_aligned_groups_are_multiplied_as_they_are(kind, dtype):
+    """One or two cores share 16 tiles of 16 rows, and another tile belongs to no group."""
+    rng = np.random.default_rng(2)
+    draw = lambda *shape: rng.normal(size=shape).astype(dtype)
+    rows, matrices, d_products = draw(272, 256), draw(5, 256, 384), draw(272, 384)
+    want = plain(rows, matrices, d_products, ALIGNED)
+    rows[256:] = d_products[256:] = np.nan
+    options = {"alignment": 16, "interpret": True}
+    with lowering_for(kind):
+        found = given_back(mosaic_tpu, ALIGNED, **options)(rows, matrices, d_products)
+    products, d_rows, d_matrices = found
+    assert_close((products[:256], d_rows[:256], d_matrices), want, TOLERANCE[dtype])
 
 
-def test_more_tiles_than_the_library_counts_are_refused():
-    """JAX's kernels count tiles by a histogram, whose edges in float32 are wrong at 8192 bins."""
-    shape = lambda rows: jax.ShapeDtypeStruct((rows, 128), jnp.bfloat16)
-    sizes = jax.ShapeDtypeStruct((1024,), jnp.int32)
-    for op, rows in (("product", 4096 * 512), ("of_matrices", 2**20)):
-        assert mosaic_tpu.unsupported(op, shape(rows), None, sizes) is None
-    refused = mosaic_tpu.unsupported("product", shape(4096 * 512 + 1), None, sizes)
-    assert refused == "2097153 rows (legal: at most 2097152)"
-    choices = jax.ShapeDtypeStruct((2**22,), jnp.int32)
-    refused = token_rows.unsupported("sums", shape(4096 * 256 + 1), choices, choices)
-    assert refused == "1048577 rows (legal: at most 1048576)"
+@pytest.mark.parametrize("sizes", [[0, 0, 0], [0, 16, 0], [48, 0, 0], [16, 16, 16]])
+def test_cores_share_few_tiles(sizes):
+    """No tile, one, or three tiles, which two cores process."""
+    sizes = np.array(sizes, np.int32)
+    rng = np.random.default_rng(3)
+    draw = lambda *shape: rng.normal(size=shape).astype(np.float32)
+    rows, matrices, d_products = draw(48, 128), draw(3, 128, 128), draw(48, 128)
+    options = {"alignment": 16, "interpret": True}
+    with lowering_for("TPU v5"):
+        found = given_back(mosaic_tpu, sizes, **options)(rows, matrices, d_products)
+    products, d_rows, d_matrices = found
+    count = sizes.sum()
+    want = plain(rows, matrices, d_products, sizes)
+    assert_close((products[:count], d_rows[:count], d_matrices), want, TOLERANCE["float32"])
+
+
+def test_rows_are_moved_apart_and_together():
+    """Each group begins at a multiple of 8, and zeros follow its rows."""
+    sizes, rows = jnp.asarray(SIZES), jnp.arange(1.0, M + 1)[:, None]
+    apart = spread(M, sizes, 8)
+    moved = np.asarray(apart(rows))[:, 0]
+    assert apart.sizes.tolist() == [8, 0, 144, 8, 40] and len(moved) == (M + 5 * 7) // 8 * 8
+    first = np.r_[1:6, [0] * 3, 6:146, [0] * 4, 146, [0] * 7, 147:184, [0] * 3]
+    np.testing.assert_array_equal(moved, np.r_[first, [0] * (len(moved) - len(first))])
+    count = SIZES.sum()
+    np.testing.assert_array_equal(apart.back(apart(rows))[:count], rows[:count])
+
+
+@pytest.mark.parametrize(
+    "kind, rows, groups, want",
+    [
+        ("TPU v5 lite", 65536, 32, 128),
+        ("TPU v6 lite", 65536, 32, 256),
+        ("TPU v6 lite", 4095, 32, 64),
+        ("TPU v5", 64, 256, 16),
+    ],
+)
+def test_tiles_have_the_rows_of_a_matrix_unit_or_of_a_group(kind, rows, groups, want):
+    with lowering_for(kind):
+        assert row_alignment(rows, groups) == want
+
+
+def test_groups_need_no_alignment_without_a_tpu():
+    assert row_alignment(65536, 32) == 1
+    with lowering_for("NVIDIA H100 80GB HBM3"):
+        assert row_alignment(65536, 32) == 1
+
+
+def blocks(kind, K, N, dtype):
+    """The blocks of a product, of its transpose and of the gradient of the matrices."""
+    with lowering_for(kind):
+        tile = row_alignment(65536, 32)
+        return (
+            mosaic_tpu._columns(K, N, tile, dtype),
+            mosaic_tpu._columns(N, K, tile, dtype),
+            mosaic_tpu._blocks(K, N, tile, dtype),
+        )
+
+
+def test_blocks_fit_vmem():
+    assert blocks("TPU v5 lite", 2304, 2048, jnp.bfloat16) == (2048, 2304, (2304, 2048))
+    assert blocks("TPU v5", 2304, 2048, jnp.bfloat16) == (2048, 2304, (2304, 1024))
+    assert blocks("TPU v4", 2304, 2048, jnp.bfloat16) == (1024, 1152, (2304, 512))
+    assert blocks("TPU v6 lite", 7168, 2048, jnp.float32) == (512, 1792, (7168, 256))
+    assert blocks("TPU v4", 14336, 4096, jnp.bfloat16) == (None, 512, (7168, 128))
+
+
+def test_matrices_that_do_not_fit_are_refused():
+    shape = lambda *sizes: jax.ShapeDtypeStruct(sizes, jnp.bfloat16)
+    given = shape(4096, 14336), shape(8, 14336, 4096), jax.ShapeDtypeStruct((8,), jnp.int32)
+    with lowering_for("TPU v4"):
+        refused = mosaic_tpu.unsupported("product", *given, alignment=128)
+        assert refused == "matrices [14336, 4096] of bfloat16 do not fit in VMEM"
+        assert mosaic_tpu.unsupported("product", *given, alignment=16) is None
+
+
+def test_an_alignment_below_1_is_refused(unannotated):
+    given = np.zeros((4, 3), np.float32), np.zeros((2, 3, 5), np.float32), np.zeros(2, np.int32)
+    with pytest.raises(ValueError, match="alignment is 0, but must be at least 1"):
+        grouped_matmul(*given, alignment=0)

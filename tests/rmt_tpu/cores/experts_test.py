@@ -1,5 +1,6 @@
 """Experts: their equations, how tokens are spread over them, and what has no room."""
 
+import contextlib
 import functools
 
 import jax
@@ -10,6 +11,8 @@ import pytest
 from flax import nnx
 
 import sharding
+from pallas_kernels.platform import interpreting
+from pallas_kernels.target import lowering_for
 from rmt_tpu import config as cfg
 from rmt_tpu.cores import experts
 from rmt_tpu.cores.core import causal
@@ -256,9 +259,20 @@ def test_shares_of_the_loss_of_balance_are_as_exact_as_the_scores():
         assert_close(run(graphdef, params, jnp.asarray(x))[1]["loss"], expected, 1e-13)
 
 
-def test_what_has_no_room_is_dropped_and_counted():
-    """Two devices of three experts each, with room for 0.75 of an even load each."""
-    core = cfg.Experts(6, 2, 5, shared=0, capacity=0.75)
+@contextlib.contextmanager
+def on_a_tpu(chip):
+    """Experts' rows as on this chip, with interpreted kernels; None for those of a CPU."""
+    if chip is None:
+        yield
+        return
+    with lowering_for(chip), interpreting():
+        yield
+
+
+@pytest.mark.parametrize("chip, alignment", [(None, 1), ("TPU v5 lite", 16)])
+def test_what_has_no_room_is_dropped_and_counted(chip, alignment):
+    """Two devices of three experts each, with room for half or 0.75 of an even load each."""
+    core = cfg.Experts(6, 2, 5, shared=0, capacity=0.75 if chip is None else 0.5)
     graphdef, params = core_of(core)
     x = tokens()
     mesh = sharding.make_mesh("expert=2", jax.devices()[:2])
@@ -271,23 +285,49 @@ def test_what_has_no_room_is_dropped_and_counted():
         return y, sharding.add_up(aux)
 
     of_all = sharding.per_device(on_mesh, mesh, (specs, rows), (rows, jax.sharding.PartitionSpec()))
-    y, aux = jax.jit(of_all)(params, x)
+    with on_a_tpu(chip):
+        y, aux = jax.jit(of_all)(params, x)
 
     flat = np.float64(x).reshape(-1, WIDTH)
     scores = plain.sigmoid(flat @ np.float64(params["w_router"]))
     chosen = np.argsort(-scores, axis=-1)[:, :2]
     weights = np.take_along_axis(scores, chosen, -1)
     weights /= weights.sum(-1, keepdims=True)
-    room, expected, dropped = int(0.75 * len(flat)), np.zeros_like(flat), 0
+    # A device has rows for its capacity and for those that fill up three experts' rows.
+    room = int(core.capacity * len(flat)) + 3 * (alignment - 1)
+    room, expected, dropped = room // alignment * alignment, np.zeros_like(flat), 0
     for first in (0, 3):
-        own = [(e, t) for e in range(first, first + 3) for t in np.nonzero(chosen == e)[0]]
-        dropped += max(0, len(own) - room)
-        for e, t in own[:room]:
-            gate, up = (flat[t] @ np.float64(params["w_1"][e, :, i]) for i in (0, 1))
-            weight = weights[t][chosen[t] == e][0]
-            expected[t] += weight * (plain.silu(gate) * up) @ np.float64(params["w_2"][e])
+        start = 0
+        for e in range(first, first + 3):
+            own = np.nonzero(chosen == e)[0]
+            kept = own[: max(0, room - start)]
+            start += -(-len(own) // alignment) * alignment
+            dropped += len(own) - len(kept)
+            for t in kept:
+                gate, up = (flat[t] @ np.float64(params["w_1"][e, :, i]) for i in (0, 1))
+                weight = weights[t][chosen[t] == e][0]
+                expected[t] += weight * (plain.silu(gate) * up) @ np.float64(params["w_2"][e])
     assert dropped == aux["dropped"] > 10
     assert_close(y.reshape(-1, WIDTH), expected, 1e-5)
+
+
+@pytest.mark.parametrize("chip", ["TPU v5 lite", *later("TPU v5")])
+def test_rows_that_fill_up_experts_change_no_gradient(chip):
+    """Rows of a TPU's experts, of which one has no token, and those of a CPU."""
+    graphdef, params = core_of(cfg.Experts(6, 2, 5, balance=cfg.SignRule(rate=1.0)))
+    params["load"] = params["load"].at[1].set(-100.0)
+    x, d_y = tokens(), tokens(1)
+
+    @jax.jit
+    def gradients(params, x):
+        y, pull_back = jax.vjp(lambda *given: run(graphdef, *given)[0], params, x)
+        return y, pull_back(d_y)
+
+    wanted = gradients(params, x)
+    with on_a_tpu(chip):
+        found = gradients(params, x)
+    assert not np.any(wanted[1][0]["w_2"][1])
+    jax.tree.map(lambda a, b: assert_close(a, b, 1e-5), found, wanted)
 
 
 @pytest.mark.parametrize(
