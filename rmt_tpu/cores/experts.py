@@ -277,8 +277,9 @@ class Experts(Core):
         multiply = functools.partial(
             pallas_kernels.grouped_matmul, sizes=rows.sizes, alignment=rows.alignment
         )
-        w_1, w_2 = self._gather(self.w_1, x.dtype, axis=1), self._gather(self.w_2, x.dtype, axis=2)
-        w_1 = w_1.reshape(*w_1.shape[:2], -1)
+        # Reshape the parts of `fsdp` before they are gathered: on TPUs, that copies the array.
+        w_1 = self.w_1[...].reshape(*self.w_1.shape[:2], -1)
+        w_1, w_2 = self._gather(w_1, x.dtype, axis=1), self._gather(self.w_2, x.dtype, axis=2)
         gate, up = jnp.split(multiply(gathered, w_1), 2, axis=-1)
         # Apply the weights before the second product: hidden vectors are smaller than outputs.
         hidden = (activations.gated(self.core, gate, up) * weights).astype(x.dtype)
