@@ -63,13 +63,11 @@ def sums(
     sizes = jnp.sum(has.reshape(-1, LANES * each), axis=1, dtype=jnp.int32)
     # Rows to which no choice is assigned sort after all other rows.
     token = jnp.minimum(order // each, tokens)
-    by_token = jnp.argsort(token)
+    by_token = jnp.pad(jnp.argsort(token), (0, -count % _TILE))
     one_hot = jax.nn.one_hot(token[by_token] % LANES, LANES, dtype=rows.dtype)
-    padded = lambda x: jnp.pad(x, ((0, -count % _TILE), (0, 0)))
     tiling = _TILE, LANES, _columns(width, rows.dtype)
-    lhs, rhs = padded(one_hot).T, padded(rows[by_token])
     with library_precision(rows.dtype):
-        products = tgmm(lhs, rhs, sizes, rows.dtype, tiling, interpret=interpret)
+        products = tgmm(one_hot.T, rows[by_token], sizes, rows.dtype, tiling, interpret=interpret)
     return products.reshape(-1, width)[:tokens]
 
 

@@ -301,8 +301,10 @@ class Experts(Core):
         if self.core.capacity is not None and devices > 1:
             row_limit = min(row_limit, math.ceil(self.core.capacity * chosen.size / devices))
         alignment = pallas_kernels.row_alignment(chosen.size // devices, local_experts)
-        filled = min(local_experts, row_limit) * (alignment - 1)
-        row_count = (row_limit + filled) // alignment * alignment
+        row_count = row_limit + min(local_experts, row_limit) * (alignment - 1)
+        if alignment > 1:
+            # The kernel that sums tokens' rows takes 256 rows at a time.
+            row_count += -row_count % (2 * alignment)
         own = jnp.arange(local_experts)
         expert = chosen.reshape(-1) - local_experts * sharding.axis_index("expert")
         expert = jnp.where((expert >= 0) & (expert < local_experts), expert, local_experts)
@@ -311,6 +313,8 @@ class Experts(Core):
         # Rows that fill up are sorted like choices, whose numbers come before theirs.
         fills = jnp.arange(alignment - 1) < missing[:, None]
         fillers = jnp.where(fills, own[:, None], local_experts).reshape(-1)
+        spare = row_count - len(expert) - len(fillers)
+        fillers = jnp.pad(fillers, (0, max(0, spare)), constant_values=local_experts)
         order = jnp.argsort(jnp.concatenate([expert, fillers]))
         ends = jnp.minimum(jnp.cumsum(counts + missing), row_count)
         places = jnp.argsort(order)[: chosen.size]

@@ -313,7 +313,7 @@ def _grouped() -> list[OpCase]:
     A device of a mesh with `expert=8` has 32 of Kimi Linear's experts. The numbers of rows are
     multiples of every tile.
     """
-    kimi, mixtral = (131072, 32), (16384, 8)
+    kimi, mixtral = (131072, 32), (8192, 8)
     sizes = ((*kimi, 2304, 2048), (*kimi, 1024, 2304), (*mixtral, 4096, 14336))
     return [_grouped_matmul(*size) for size in sizes]
 
