@@ -23,7 +23,7 @@ from recipes import common, local, program
 from rmt_tpu.errors import RunError, UsageError, unknown
 
 # The ops of rmt_tpu.estimator.ops, which is not imported here because it imports jax.
-_OPS = ("key_vector", "attention", "depth_attention", "delta_attention")
+_OPS = ("key_vector", "attention", "depth_attention", "delta_attention", "grouped_matmul")
 _OP = flags.DEFINE_string("op", "all", f"ops to report on: one of {', '.join(_OPS)}, or all")
 _CASES = flags.DEFINE_multi_string(
     "case", None, "report only this case of the ops, like 'H=16 D=64'"
@@ -96,7 +96,8 @@ def _report_ops(folder: Path) -> int:
             )
     failures = report.failure_lines(rows)
     text = (
-        f"# Ops and their portable form\n\n{method}. {_versions()}. 8192 tokens, bfloat16.\n"
+        f"# Ops and their portable form\n\n{method}. {_versions()}. "
+        "8192 tokens, or M rows of experts, in bfloat16.\n"
         '"training" is both passes. Bytes are as if all arrays lay in HBM; "least" counts every '
         "operand and result once.\n\n"
         f"{report.op_table(rows)}{kernels}" + (f"\n## Failed\n\n{failures}" if failures else "")

@@ -200,7 +200,10 @@ def _grouped(call: TracedCall) -> Iterator[DeviceCase]:
     if call.op == "product" and not call.options.get("transposed"):
         rows, matrices, _ = call.args
         G, K, N = matrices.shape
-        yield layers.grouped(min(len(rows), _TOKENS), K, N, G, str(rows.dtype))
+        alignment = call.options["alignment"]
+        # Two tiles for each group, or more.
+        M = min(len(rows), max(_TOKENS, 2 * G * alignment))
+        yield layers.grouped(M, K, N, G, str(rows.dtype), alignment=alignment)
 
 
 def _stacked_product(call: TracedCall) -> Iterator[DeviceCase]:

@@ -119,9 +119,11 @@ def _grouped(scale: Scale) -> Iterator[DeviceCase]:
     if scale == "small":
         yield layers.grouped(301, 128, 128, 3, rowwise=True)
         yield layers.grouped(256, 128, 256, 2, rowwise=True)
+        yield layers.grouped(320, 128, 256, 3, alignment=16, rowwise=True)
     else:
         yield layers.grouped(8192, 1024, 2048, 16)
         yield layers.grouped(5001, 768, 1024, 7)
+        yield layers.grouped(8192, 2304, 2048, 8, alignment=128)
 
 
 def _stacked_product(scale: Scale) -> Iterator[DeviceCase]:

@@ -207,7 +207,14 @@ def delta(
 
 
 def grouped(
-    M: int, K: int, N: int, G: int, dtype: str = "bfloat16", *, rowwise: bool = False
+    M: int,
+    K: int,
+    N: int,
+    G: int,
+    dtype: str = "bfloat16",
+    *,
+    alignment: int = 1,
+    rowwise: bool = False,
 ) -> DeviceCase:
     """Return a test case for grouped matrix products.
 
@@ -221,12 +228,14 @@ def grouped(
       N: the length of a row of the product.
       G: the number of groups.
       dtype: the dtype of rows and matrices.
+      alignment: a number of which the size of each group is a multiple.
       rowwise: whether the reference is one product per row, which copies a matrix for each row.
         Otherwise it is the op's plain JAX form.
     """
 
     def inputs():
-        sizes = jnp.full(G, (M - M // 10) // max(G - 1, 1), jnp.int32)
+        each = (M - M // 10) // max(G - 1, 1)
+        sizes = jnp.full(G, each // alignment * alignment, jnp.int32)
         return {
             "rows": normal(40, dtype, M, K),
             "matrices": normal(41, dtype, G, K, N, scale=K**-0.5),
@@ -235,7 +244,7 @@ def grouped(
 
     def function(implementation, rows, matrices, sizes):
         grouped_rows = jnp.where(_in_a_group(rows, sizes), rows, 0)
-        options = {"implementation": implementation}
+        options = {"alignment": alignment, "implementation": implementation}
         products = pallas_kernels.grouped_matmul(grouped_rows, matrices, sizes, **options)
         # Rows without a group have undefined products, so they are replaced by zeros.
         return {"products": jnp.where(_in_a_group(rows, sizes), products, 0)}
@@ -244,6 +253,7 @@ def grouped(
         return {"products": grouped_reference.grouped_matmul(rows, matrices, sizes)}
 
     words = in_words((M,), dtype, K=K, N=N, groups=G)
+    words += f" in tiles of {alignment}" if alignment > 1 else ""
     reference = by_rows if rowwise else None
     return DeviceCase("grouped_matmul", words, function, inputs, 2 * M * K * N, reference=reference)
 

@@ -61,7 +61,10 @@ CASES = {
         attention_part(Heads(2, 64), TOKENS, 128, values=32, segments=False, window=-40),
     ],
     "delta_attention": [layers.delta((1, 128), Heads(1, 128))],
-    "grouped_matmul": [layers.grouped(256, 128, 256, 4)],
+    "grouped_matmul": [
+        layers.grouped(256, 128, 256, 4),
+        layers.grouped(256, 128, 256, 4, alignment=16),
+    ],
     "token_rows": [layers.token_rows(64, 2, 128, 128)],
     "logits": [layers.logits(128, 128, 512)],
 }
