@@ -37,10 +37,11 @@ Implementation = Literal["xla", "mosaic_tpu", "triton", "pallas"]
 
 
 def row_alignment(rows: int, groups: int) -> int:
-    """Return a number of rows; the op is fast if the size of every group is a multiple of it.
+    """Return the best `alignment` for `grouped_matmul`.
 
     It is 1 on GPUs and CPUs. On TPUs, a caller can add rows to each group, such as rows of zeros,
-    to reach the next multiple. Otherwise, the op copies all rows to do so.
+    so that the size of every group is a multiple of this number, and pass the number to the op.
+    Otherwise, the op copies all rows to do so.
 
     Args:
       rows: the number of rows in all groups.

@@ -13,7 +13,8 @@ class Spread(NamedTuple):
       sizes: the number of rows of each group, with its zeros.
       source: for each of the R rows, the row that it is copied from.
       used: whether it is copied; otherwise it is 0.
-      places: for each of the M rows that belong to a group, the row that it is copied to.
+      places: for each of the M rows, the row that it is copied to; any row for those that belong to
+        no group.
     """
 
     sizes: Int[Array, " G"]

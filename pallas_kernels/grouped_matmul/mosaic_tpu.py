@@ -2,9 +2,11 @@
 
 Rows are processed in tiles that belong to one group each, so no tile is computed twice. For this,
 the size of every group must be a multiple of the tile. If the caller does not promise that, the
-rows are moved apart before a call, and together after it. A tile is multiplied with a matrix along
-the whole contracted axis. While a group's tiles are multiplied, the matrix of the next group is
-copied from HBM. The cores of a chip share the tiles that belong to a group.
+rows are moved apart before a call, and the products together after it.
+
+A product has the whole contracted axis in a tile. While a group's rows are multiplied, the matrix
+of the next group is copied from HBM. The cores of a chip divide the tiles of all groups. For the
+gradient of the matrices, each core computes a part of the columns, if there are enough of them.
 
 For example, take M = 131,072 rows, K = 2304, N = 2048 and 32 groups in bfloat16 on v5p (459
 TFLOP/s, 2765 GB/s), as on one device of Kimi Linear's 48B model. The arithmetic takes at least 2.69
@@ -13,6 +15,7 @@ ms, and reading and writing everything once (1.44 GB) takes at least 0.52 ms.
 
 import functools
 import math
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +23,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.call import LANES, tpu_call
+from pallas_kernels.call import LANES, round_up, tpu_call
 from pallas_kernels.grouped_matmul.layout import spread
 from pallas_kernels.platform import checks_varying
 from pallas_kernels.products import dot, dot_columns, dot_rows
@@ -30,6 +33,8 @@ from pallas_kernels.target import target
 _LEAST, _MOST = 16, 512
 # Maximum VMEM of all blocks, as an argument of `Target.vmem_part`.
 _BUDGET = 50
+# Maximum number of tiles. The tables of all tiles are in SMEM, which has 1 MiB.
+_TILES = 2**15
 # Bits of the number that says what a grid step does. A step without bits does nothing.
 _ACTIVE, _FIRST, _SECOND_SLOT, _EMPTY = 1, 2, 4, 8
 
@@ -52,16 +57,18 @@ def unsupported(
     """Return a one-line reason why the kernels do not support this call, or None."""
     if rows.dtype not in (jnp.bfloat16, jnp.float32):
         return f"rows of {rows.dtype} (legal: bfloat16 or float32)"
-    tile, inner = _tile(rows, sizes, alignment), rows.shape[1]
+    if rows.shape[1] == 1:
+        return "rows of one number (legal: at least 2)"
     if op == "product":
-        columns = other.shape[1 if transposed else 2]
-        fits = _columns(inner, columns, tile, rows.dtype)
-        inner, columns = (columns, inner) if transposed else (inner, columns)
+        columns, shape = other.shape[1 if transposed else 2], other.shape[1:]
+        work = _of_product(rows, columns, sizes, alignment)
     else:
-        columns = other.shape[1]
-        fits = _blocks(inner, columns, tile, rows.dtype)
-    if fits is None:
-        return f"matrices [{inner}, {columns}] of {rows.dtype} do not fit in VMEM"
+        shape = rows.shape[1], other.shape[1]
+        work = _of_matrices(rows, other, sizes, alignment)
+    if work is None:
+        return f"matrices {list(shape)} of {rows.dtype} do not fit in VMEM"
+    if len(rows) > (most := _TILES * work.tile):
+        return f"{len(rows)} rows in tiles of {work.tile} (legal: at most {most})"
     return checks_varying()
 
 
@@ -75,16 +82,15 @@ def product(
     interpret: bool | pltpu.InterpretParams = False,
 ) -> Float[Array, "M _"]:
     """Multiply each row by the matrix of its group, as `pallas_kernels.grouped_matmul` defines."""
-    tile = _tile(rows, sizes, alignment)
+    (M, inner), N = rows.shape, matrices.shape[1 if transposed else 2]
+    tile, _, columns = _of_product(rows, N, sizes, alignment)
     if alignment % tile:
-        apart = spread(len(rows), sizes, tile)
+        apart = spread(M, sizes, tile)
         options = {"alignment": tile, "transposed": transposed, "interpret": interpret}
         return apart.back(product(apart(rows), matrices, apart.sizes, **options))
-    (M, inner), N = rows.shape, matrices.shape[1 if transposed else 2]
     tiles = -(-M // tile)
     cores = min(target().chip.cores, tiles)
     steps = -(-tiles // cores)
-    columns = _columns(inner, N, tile, rows.dtype)
     step = lambda core, s: core * steps + s
     moved = M * inner * (N // columns) + M * N + matrices.size
     out = tpu_call(
@@ -129,13 +135,12 @@ def of_matrices(
     interpret: bool | pltpu.InterpretParams = False,
 ) -> Float[Array, "G K N"]:
     """Return the cotangents of the matrices, as `pallas_kernels.grouped_matmul` defines."""
-    tile = _tile(rows, sizes, alignment)
+    (M, K), N, G = rows.shape, d_products.shape[1], len(sizes)
+    tile, inner, columns = _of_matrices(rows, d_products, sizes, alignment)
     if alignment % tile:
-        apart = spread(len(rows), sizes, tile)
+        apart = spread(M, sizes, tile)
         options = {"alignment": tile, "interpret": interpret}
         return of_matrices(apart(rows), apart(d_products), apart.sizes, **options)
-    (M, K), N, G = rows.shape, d_products.shape[1], len(sizes)
-    inner, columns = _blocks(K, N, tile, rows.dtype)
     tiles = -(-M // tile)
     moved = M * K * (N // columns) + M * N * (K // inner) + G * K * N
     # The tables are `group`, `role` and `tile`.
@@ -277,37 +282,66 @@ def _matrices_kernel(inputs, outputs, scratch):
 # Sizes of blocks ----------------------------------------------------------------------------------
 
 
-def _tile(rows, sizes, alignment: int) -> int:
-    """Return the number of rows per tile: a divisor of `alignment`, if this is large enough."""
-    tile = math.gcd(alignment, _MOST)
-    return best_tile(len(rows), len(sizes)) if tile < _LEAST else tile
+class _Blocks(NamedTuple):
+    """The number of rows per tile, and the rows and columns of a matrix that a block has."""
+
+    tile: int
+    inner: int
+    columns: int
 
 
-def _columns(inner: int, columns: int, tile: int, dtype) -> int | None:
-    """Return the number of a product's columns per block, or None if no number fits in VMEM.
-
-    Args:
-      inner: the length of the contracted axis.
-      columns: the number of columns of the product.
-      tile: the number of rows per tile.
-      dtype: the dtype of rows and matrices.
-    """
-    item, limit = jnp.dtype(dtype).itemsize, target().vmem_part(_BUDGET)
-    need = lambda c: 2 * item * (inner * c + tile * inner + tile * c) + 4 * tile * c
-    return next((c for c in _parts(columns) if need(c) <= limit), None)
+def _of_product(rows, N: int, sizes, alignment: int) -> _Blocks | None:
+    """Return the blocks of a product with N columns, or None if none fit in VMEM."""
+    (_, inner), dtype = rows.shape, rows.dtype
+    tiles = _tiles(len(rows), len(sizes), alignment)
+    blocks = (_Blocks(tile, inner, c) for tile in tiles for c in _parts(N))
+    results = lambda b: _bytes(b.tile, b.columns, jnp.float32)
+    return next((b for b in blocks if _fits(b, dtype, results(b))), None)
 
 
-def _blocks(K: int, N: int, tile: int, dtype) -> tuple[int, int] | None:
-    """Return the numbers of rows and columns of a block of a matrix, or None if none fit in VMEM.
+def _of_matrices(rows, d_products, sizes, alignment: int) -> _Blocks | None:
+    """Return the blocks of the gradient of the matrices, or None if none fit in VMEM.
 
     If possible, there is a block of columns for each core.
     """
-    item, limit = jnp.dtype(dtype).itemsize, target().vmem_part(_BUDGET)
-    need = lambda k, c: 4 * k * c + 2 * item * (k * c + tile * k + tile * c)
-    cores = target().chip.cores
+    (_, K), (_, N), dtype = rows.shape, d_products.shape, rows.dtype
+    cores, narrow = target().chip.cores, dtype == jnp.bfloat16
     most = N // cores if N % (cores * LANES) == 0 else N
-    sizes = ((k, c) for k in _parts(K) for c in _parts(N) if c <= most)
-    return next((size for size in sizes if need(*size) <= limit), None)
+    tiles = _tiles(len(rows), len(sizes), alignment)
+    parts = [(k, c) for k in _parts(K) for c in _parts(N) if c <= most]
+    blocks = (_Blocks(tile, *part) for tile in tiles for part in parts)
+    # The compiler spills results of products in float32.
+    sums = lambda b: _bytes(b.inner, b.columns, jnp.float32) * (1 if narrow else 3)
+    return next((b for b in blocks if _fits(b, dtype, sums(b))), None)
+
+
+def _tiles(rows: int, groups: int, alignment: int) -> list[int]:
+    """Return the possible numbers of rows per tile, best first.
+
+    If `alignment` has large enough divisors, they are such divisors.
+    """
+    tile = math.gcd(alignment, _MOST)
+    tiles = [best_tile(rows, groups) if tile < _LEAST else tile]
+    while tiles[-1] >= 2 * _LEAST:
+        tiles.append(tiles[-1] // 2)
+    return tiles
+
+
+def _fits(blocks: _Blocks, dtype, kept: int) -> bool:
+    """Return whether all blocks fit in VMEM, with `kept` bytes of results in float32."""
+    tile, inner, columns = blocks
+    factors = (
+        _bytes(tile, inner, dtype),
+        _bytes(tile, columns, dtype),
+        _bytes(inner, columns, dtype),
+    )
+    # A float32 factor is multiplied as three bfloat16 terms.
+    terms = 0 if dtype == jnp.bfloat16 else sum(factors) * 7 // 4
+    return 2 * sum(factors) + terms + kept <= target().vmem_part(_BUDGET)
+
+
+def _bytes(rows: int, columns: int, dtype) -> int:
+    return round_up(rows, 16) * round_up(columns, LANES) * jnp.dtype(dtype).itemsize
 
 
 def _parts(size: int) -> list[int]:

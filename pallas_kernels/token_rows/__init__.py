@@ -45,8 +45,8 @@ def rows_of_tokens(
     Args:
       x: one vector per token.
       order: for each row, the number of the choice that is assigned to it. Choices are numbered by
-        token: the first token's are 0 to each - 1, and so on. Unused rows at the end need any valid
-        number.
+        token: the first token's are 0 to each - 1, and so on. An unused row, which may be between
+        used ones, has the number of choices or a larger number. It gets the last token's vector.
       places: for each choice, the index of its row, or `rows` (the number of rows) if the choice
         has no row.
       implementation: None chooses the fastest one for the platform that the program is lowered for.

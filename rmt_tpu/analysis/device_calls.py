@@ -1,8 +1,8 @@
 """Test cases for the kernel calls of a given program, at the sizes of that program.
 
-A case has at most 8192 tokens, 8192 rows of experts, or 2048 tokens of logits. A larger call is
-tested with fewer rows of the batch, and if necessary with shorter sequences. Ops without a test
-case in this module are not checked.
+A case has at most 8192 tokens, 8192 rows of experts or two tiles for each of them, or 2048 tokens
+of logits. A larger call is tested with fewer rows of the batch, and if necessary with shorter
+sequences. Ops without a test case in this module are not checked.
 """
 
 import functools
@@ -201,7 +201,6 @@ def _grouped(call: TracedCall) -> Iterator[DeviceCase]:
         rows, matrices, _ = call.args
         G, K, N = matrices.shape
         alignment = call.options["alignment"]
-        # Two tiles for each group, or more.
         M = min(len(rows), max(_TOKENS, 2 * G * alignment))
         yield layers.grouped(M, K, N, G, str(rows.dtype), alignment=alignment)
 

@@ -220,7 +220,8 @@ def grouped(
 
     Each of M rows is multiplied by the matrix of its group.
 
-    Some rows belong to no group, and one group is empty.
+    Some rows belong to no group, and one group is empty. If there are few rows, the last groups are
+    empty too.
 
     Args:
       M: the number of rows.
@@ -234,8 +235,12 @@ def grouped(
     """
 
     def inputs():
-        each = (M - M // 10) // max(G - 1, 1)
-        sizes = jnp.full(G, each // alignment * alignment, jnp.int32)
+        # The number of tiles in all groups, of which group 1 has none.
+        tiles = max(1, (M - M // 10) // alignment)
+        each = tiles // max(G - 1, 1)
+        sizes = jnp.full(G, each * alignment, jnp.int32)
+        if each == 0:
+            sizes = jnp.where(jnp.arange(G) <= tiles, alignment, 0)
         return {
             "rows": normal(40, dtype, M, K),
             "matrices": normal(41, dtype, G, K, N, scale=K**-0.5),

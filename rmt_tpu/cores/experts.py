@@ -271,13 +271,13 @@ class Experts(Core):
             pallas_kernels.rows_of_tokens, order=rows.order, places=rows.places
         )
         gathered = to_rows(x)
-        # Unused rows have a weight of 0, so that they do not contribute to any gradient.
+        # Unused rows have a weight of 0, so that they add 0 to all gradients.
         used = (rows.order < chosen.size)[:, None]
         weights = jnp.where(used, to_rows(weights.reshape(-1, 1)), 0)
         multiply = functools.partial(
             pallas_kernels.grouped_matmul, sizes=rows.sizes, alignment=rows.alignment
         )
-        # Reshape the parts of `fsdp` before they are gathered: on TPUs, that copies the array.
+        # On TPUs, a reshape copies the array. Here it copies only this device's part.
         w_1 = self.w_1[...].reshape(*self.w_1.shape[:2], -1)
         w_1, w_2 = self._gather(w_1, x.dtype, axis=1), self._gather(self.w_2, x.dtype, axis=2)
         gate, up = jnp.split(multiply(gathered, w_1), 2, axis=-1)
@@ -303,7 +303,8 @@ class Experts(Core):
         alignment = pallas_kernels.row_alignment(chosen.size // devices, local_experts)
         row_count = row_limit + min(local_experts, row_limit) * (alignment - 1)
         if alignment > 1:
-            # The kernel that sums tokens' rows takes 256 rows at a time.
+            # The kernel that sums tokens' rows takes 256 rows at a time. For an odd number of tiles
+            # of 128 rows, it would copy all rows.
             row_count += -row_count % (2 * alignment)
         own = jnp.arange(local_experts)
         expert = chosen.reshape(-1) - local_experts * sharding.axis_index("expert")

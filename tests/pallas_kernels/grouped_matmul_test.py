@@ -131,11 +131,15 @@ def test_the_gradient_on_a_tpu_costs_what_rows_cost(topology):
         ("v6e:2x2", (8192, 8, 2304, 2048), {"alignment": 256}),
         ("v4:2x2x1", (8192, 8, 1024, 2304), {"alignment": 128}),
         ("v5e:2x2", (1024, 4, 768, 512), {"alignment": 128, "dtype": "float32"}),
+        ("v4:2x2x1", (1024, 4, 2048, 1536), {"alignment": 128, "dtype": "float32"}),
         ("v5p:2x2x1", (64, 256, 2304, 2048), {}),
         *later(
             ("v5p:2x2x1", (8192, 8, 2304, 2048), {"alignment": 128}),
             ("tpu7x:2x2x1", (8192, 8, 7168, 4096), {"alignment": 256}),
             ("v4:2x2x1", (1024, 4, 7168, 2048), {"alignment": 128}),
+            ("v4:2x2x1", (1024, 4, 16384, 8), {"alignment": 128}),
+            ("v5p:2x2x1", (1024, 4, 4096, 14336), {"alignment": 128, "dtype": "float32"}),
+            ("v6e:2x2", (4096, 4, 7168, 4096), {"alignment": 512, "dtype": "float32"}),
             ("v5e:2x2", (1024, 4, 7168, 2048), {"alignment": 128, "dtype": "float32"}),
             ("v5e:2x2", (300, 5, 200, 136), {"dtype": "float32"}),
         ),
@@ -294,32 +298,62 @@ def test_groups_need_no_alignment_without_a_tpu():
         assert row_alignment(65536, 32) == 1
 
 
-def blocks(kind, K, N, dtype):
+def blocks(kind, K, N, dtype, alignment=None):
     """The blocks of a product, of its transpose and of the gradient of the matrices."""
+    array = lambda *shape: jax.ShapeDtypeStruct(shape, dtype)
+    rows, d_products, sizes = array(65536, K), array(65536, N), np.zeros(32, np.int32)
     with lowering_for(kind):
-        tile = row_alignment(65536, 32)
-        return (
-            mosaic_tpu._columns(K, N, tile, dtype),
-            mosaic_tpu._columns(N, K, tile, dtype),
-            mosaic_tpu._blocks(K, N, tile, dtype),
+        alignment = alignment or row_alignment(65536, 32)
+        found = (
+            mosaic_tpu._of_product(rows, N, sizes, alignment),
+            mosaic_tpu._of_product(d_products, K, sizes, alignment),
+            mosaic_tpu._of_matrices(rows, d_products, sizes, alignment),
         )
+    return tuple(x and tuple(x) for x in found)
 
 
-def test_blocks_fit_vmem():
-    assert blocks("TPU v5 lite", 2304, 2048, jnp.bfloat16) == (2048, 2304, (2304, 2048))
-    assert blocks("TPU v5", 2304, 2048, jnp.bfloat16) == (2048, 2304, (2304, 1024))
-    assert blocks("TPU v4", 2304, 2048, jnp.bfloat16) == (1024, 1152, (2304, 512))
-    assert blocks("TPU v6 lite", 7168, 2048, jnp.float32) == (512, 1792, (7168, 256))
-    assert blocks("TPU v4", 14336, 4096, jnp.bfloat16) == (None, 512, (7168, 128))
+@pytest.mark.parametrize(
+    "call, want",
+    [
+        (
+            ("TPU v5 lite", 2304, 2048, "bfloat16"),
+            ((128, 2304, 2048), (128, 2048, 2304), (128, 2304, 2048)),
+        ),
+        (
+            ("TPU v5", 2304, 2048, "bfloat16"),
+            ((128, 2304, 2048), (128, 2048, 2304), (128, 2304, 1024)),
+        ),
+        # A smaller tile is taken if a larger one does not fit.
+        (
+            ("TPU v4", 14336, 4096, "bfloat16"),
+            ((64, 14336, 128), (128, 4096, 512), (128, 7168, 128)),
+        ),
+        (
+            ("TPU v4", 2048, 8192, "bfloat16", 512),
+            ((512, 2048, 512), (256, 8192, 128), (512, 2048, 256)),
+        ),
+        # Rows of 8 numbers take as much VMEM as rows of 128.
+        (("TPU v4", 16384, 8, "bfloat16"), ((64, 16384, 8), (128, 8, 8192), (128, 8192, 8))),
+    ],
+)
+def test_blocks_fit_vmem(call, want):
+    assert blocks(*call) == want
 
 
-def test_matrices_that_do_not_fit_are_refused():
-    shape = lambda *sizes: jax.ShapeDtypeStruct(sizes, jnp.bfloat16)
-    given = shape(4096, 14336), shape(8, 14336, 4096), jax.ShapeDtypeStruct((8,), jnp.int32)
+def test_calls_without_a_kernel_say_why():
+    shape = lambda *sizes: jax.ShapeDtypeStruct(sizes, jnp.float32)
+    sizes = jax.ShapeDtypeStruct((8,), jnp.int32)
+    refused = lambda *given, **options: mosaic_tpu.unsupported("product", *given, sizes, **options)
     with lowering_for("TPU v4"):
-        refused = mosaic_tpu.unsupported("product", *given, alignment=128)
-        assert refused == "matrices [14336, 4096] of bfloat16 do not fit in VMEM"
-        assert mosaic_tpu.unsupported("product", *given, alignment=16) is None
+        given = shape(4096, 14400), shape(8, 14400, 4100)
+        assert refused(*given) == "matrices [14400, 4100] of float32 do not fit in VMEM"
+    with lowering_for("TPU v5 lite"):
+        assert refused(*given, alignment=16) is not None
+        few = refused(shape(70, 1), shape(8, 1, 128))
+        assert few == "rows of one number (legal: at least 2)"
+        many = refused(shape(2**20, 128), shape(8, 128, 128), alignment=16)
+        assert many == "1048576 rows in tiles of 16 (legal: at most 524288)"
+        assert refused(shape(2**20, 128), shape(8, 128, 128)) is None
 
 
 def test_an_alignment_below_1_is_refused(unannotated):

@@ -173,3 +173,9 @@ def test_table_and_record():
 def test_the_guide_has_the_number_of_cases():
     guide = (cli.ROOT / "docs" / "hardware.md").read_text()
     assert f"It has {len(SMALL)} now" in guide
+
+
+@pytest.mark.parametrize("M, G, alignment", [(128, 16, 16), (16, 4, 16), (320, 3, 16), (301, 3, 1)])
+def test_some_rows_of_experts_are_checked_however_few(M, G, alignment):
+    sizes = np.asarray(layers.grouped(M, 128, 128, G, alignment=alignment).inputs()["sizes"])
+    assert sizes[1] == 0 < sizes.sum() <= M and not np.any(sizes % alignment)
