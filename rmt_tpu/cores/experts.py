@@ -277,7 +277,7 @@ class Experts(Core):
         multiply = functools.partial(
             pallas_kernels.grouped_matmul, sizes=rows.sizes, alignment=rows.alignment
         )
-        # On TPUs, a reshape copies the array. Here it copies only this device's part.
+        # On TPUs, this reshape copies its operand. Before the gather, that is only a part.
         w_1 = self.w_1[...].reshape(*self.w_1.shape[:2], -1)
         w_1, w_2 = self._gather(w_1, x.dtype, axis=1), self._gather(self.w_2, x.dtype, axis=2)
         gate, up = jnp.split(multiply(gathered, w_1), 2, axis=-1)
