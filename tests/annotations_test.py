@@ -52,6 +52,22 @@ def test_types_of_arguments_and_of_the_outcome():
             repeated(*wrong)
 
 
+def test_functions_of_one_definition_check_what_each_says():
+    """Their checks are written once for equal annotations, and call the function they are of."""
+
+    def made(kind, more):
+        @checked
+        def plus(x: kind) -> kind:
+            return x + more
+
+        return plus
+
+    assert (made(int, 1)(1), made(int, 2)(1), made(str, "b")("a")) == (2, 3, "ab")
+    for wrong in (lambda: made(str, 1)(1), lambda: made(int, 0.5)(1), lambda: made(int, 3)("a")):
+        with pytest.raises(TypeCheckError, match="plus"):
+            wrong()
+
+
 def test_methods_properties_and_fields():
     @checked
     @dataclasses.dataclass
