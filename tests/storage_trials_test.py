@@ -6,7 +6,6 @@ import pytest
 
 from tests import storage_failures, storage_kills
 from tests.storage_failures import FAILURES
-from tests.tiers import later
 
 # Trials of `make test` and of `make test-all`.
 FEW, MANY = 4, 50
@@ -24,8 +23,8 @@ def assert_killed(kills, trials):
     assert kills.saves >= storage_kills.KEPT
 
 
-# At night all of them, and often.
-@pytest.mark.parametrize(("kind", "processes"), [*later(("local", 2)), ("gs", 1)])
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "processes"), [("local", 2), ("gs", 1)])
 def test_kill(new_place, kind, processes):
     trials = FEW // processes
     assert_killed(storage_kills.kill(new_place(kind), processes, trials), trials)

@@ -184,6 +184,7 @@ def test_its_learning_rate_is_that_of_training(example):
     assert lengths.argmax() == 1 and lengths[-1] < 0.2 * lengths[1]
 
 
+@pytest.mark.slow
 def test_it_trains_and_prints_the_loss(example, capsys):
     """Train a model of some thousand numbers for 40 steps, in which its loss falls."""
     sizes = {"length": 8, "layers": 1, "rank": 2, "key_dim": 2, "value_dim": 2, "hidden_dim": 4}

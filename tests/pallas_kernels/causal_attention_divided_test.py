@@ -149,6 +149,7 @@ def test_gradients_that_callers_add_up_are_not_rounded():
         assert x.dtype == jnp.float32 and np.mean(x != x.astype(jnp.bfloat16)) > 0.9
 
 
+@pytest.mark.slow
 def test_sums_over_spans_of_queries_are_rounded_once(monkeypatch):
     """The gradients equal those of one span, whose sums are in another order."""
     given, results = operands_in_bfloat16(256, 256)

@@ -25,6 +25,7 @@ def data_dir(tmp_path_factory):
     return folder
 
 
+@pytest.mark.slow
 def test_a_run_beside_what_knows_less(trained, data_dir, tmp_path):
     flags = (
         f"--workdir={trained}",

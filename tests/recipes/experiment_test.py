@@ -168,6 +168,7 @@ def test_text_is_one_for_all_runs_of_a_folder(tmp_path):
     assert "--workdir=" in error and "Not a directory" in error
 
 
+@pytest.mark.slow
 def test_a_script_goes_on_after_a_run_that_diverged(tmp_path):
     """And the experiment counts that run as one that has ended."""
     script = tmp_path / "next.sh"

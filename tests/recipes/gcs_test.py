@@ -228,6 +228,7 @@ def failed(recipe, *arguments, **options):
     return error
 
 
+@pytest.mark.slow
 def test_errors_are_one_line(server):
     new = f"gs://{BUCKET}/runs/new"
     error = failed("train", *flags("gs://no-such-bucket/run"))

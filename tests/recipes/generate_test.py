@@ -183,6 +183,7 @@ def test_note_when_positions_end(trained, loaded):
     assert done.stdout == f"the{text(loaded, 'the', temperature=0.0, max_tokens=61)}\n"
 
 
+@pytest.mark.slow
 def test_note_when_positions_end_for_a_file(trained, tmp_path):
     """The first text has 5 tokens with the start, and the second one has 63."""
     prompts = tmp_path / "in.txt"

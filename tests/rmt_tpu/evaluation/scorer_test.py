@@ -55,6 +55,7 @@ def alone(decoder):
     return found
 
 
+@pytest.mark.slow
 def test_many_at_a_time_are_as_each_alone(decoder, alone):
     given = requests()
     # In a few rows of each length, and in one row at a time; in another order.

@@ -211,6 +211,7 @@ def test_steps_without_changes_are_another_program(engine, monkeypatch):
         traced(engine, True)
 
 
+@pytest.mark.slow
 def test_programs_that_change_logits_are_compiled_in_advance():
     decoder = models.byte_decoder(positions=cfg.Rope())
     engine = Engine(decoder, BOS, slots=2, steps=4, part=32)

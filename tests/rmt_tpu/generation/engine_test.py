@@ -178,6 +178,7 @@ def test_the_likeliest_tokens_and_the_scores_of_a_prompt(decoder, two):
         np.testing.assert_allclose(list(of_place.values()), -np.sort(-row)[:RANKS], atol=1e-4)
 
 
+@pytest.mark.slow
 def test_what_is_kept_of_programs_is_all_that_a_next_start_needs(decoder, tmp_path):
     """Nothing in a program is of one process or engine alone, for which it would be made anew."""
     made_or_read = "/jax/core/compile/backend_compile_duration"

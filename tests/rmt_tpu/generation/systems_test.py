@@ -8,7 +8,6 @@ from rmt_tpu import config as cfg
 from rmt_tpu.generation import Engine, programs
 from tests import generated, models
 from tests.generated import EXPERTS, GROUPED, LATENT, NEW, plain
-from tests.tiers import later
 
 MIXERS = models.MIXERS | {
     "odd blocks": cfg.BlockAttention(sublayers_per_block=3),
@@ -61,14 +60,12 @@ SYSTEMS += [
     for name, mixer in VARIANTS.items()
     if store == "vector" or mixer.on_matrix
 ]
-FAST = [("vector", "blocks of 3", "learned")]
 # The second is read in parts, and ends first; more of them than slots.
 LENGTHS, PART = (5, 21, 12), 8
 
 
-@pytest.mark.parametrize(
-    "store, mixer, core", FAST + later(*(system for system in SYSTEMS if system not in FAST))
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("store, mixer, core", SYSTEMS)
 def test_text_is_that_of_no_cache(store, mixer, core):
     layers = 4 if mixer in VARIANTS else 2
     model = generated.config(store, (MIXERS | VARIANTS)[mixer], CORES[core], layers)

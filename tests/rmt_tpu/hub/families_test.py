@@ -45,7 +45,7 @@ def config_of(kind, left_out=None):
 
 
 # What other kinds have too: the layers of qwen3_next are those of qwen3_5_moe_text, for example.
-AT_NIGHT = ("gemma2", "mistral", "olmo2", "qwen3_next")
+AT_NIGHT = ("gemma2", "ministral", "mistral", "olmo2", "qwen2", "qwen3_5_text", "qwen3_next")
 
 
 @pytest.mark.parametrize(

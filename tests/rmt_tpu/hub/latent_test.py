@@ -161,7 +161,8 @@ INTERLEAVED = DEEPSEEK | {"rope_interleave": True}
 WITHOUT_RANK = KIMI | {"q_lora_rank": None, "moe_renormalize": True, "tie_word_embeddings": False}
 
 
-@pytest.mark.parametrize("config", [INTERLEAVED, *later(MOONLIKE, WITHOUT_RANK)])
+@pytest.mark.slow
+@pytest.mark.parametrize("config", [INTERLEAVED, MOONLIKE, WITHOUT_RANK])
 def test_the_equations_of_other_forms(config, tmp_path):
     """The parameters are the same, bit for bit, after an export and a reload."""
     tensors = oracle.drawn(config)

@@ -23,7 +23,6 @@ from rmt_tpu.hub.pieces import Part, Piece, full
 from rmt_tpu.hub.placing import read_parameter
 from rmt_tpu.runs.loading import identity
 from tests import cli, models
-from tests.tiers import later
 
 ATTENTION = cfg.Attention(
     4, 8, cfg.Rope(), inverse_layer_scaling=False, num_kv_heads=2, query_key_norm=True
@@ -162,7 +161,8 @@ def sharding_of(*spec, shape=(4,), axes=("expert",)):
     )
 
 
-@pytest.mark.parametrize("split", [False, *later(True)])
+@pytest.mark.slow
+@pytest.mark.parametrize("split", [False, True])
 def test_reading_takes_less_memory_than_twice_the_largest_tensor(stacked, split, monkeypatch):
     """The memory is counted without the parameter itself, also with virtual pipeline stages."""
     folder, pieces, wanted = stacked

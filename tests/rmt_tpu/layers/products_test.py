@@ -12,7 +12,6 @@ from rmt_tpu import config as cfg
 from rmt_tpu.layers import choices
 from tests import models
 from tests.rmt_tpu.residual import checks
-from tests.tiers import later
 
 TPU = "TPU v5 lite"
 GROUPED = cfg.Attention(num_heads=4, head_dim=6, num_kv_heads=2, bias=True)
@@ -32,7 +31,8 @@ MODELS = {
 }
 
 
-@pytest.mark.parametrize("name", ["vector", *later("blocks", "matrix")])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["vector", "blocks", "matrix"])
 def test_cached_logits_by_kernels_equal_uncached(name):
     """The kernel is interpreted; the weights of each product are those of the whole stack."""
     config, weights = MODELS[name]

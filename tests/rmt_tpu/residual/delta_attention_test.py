@@ -79,6 +79,7 @@ def test_vectors_held_in_whole_tiles_are_the_same_vectors():
         checks.assert_follows_equations(config, reference)
 
 
+@pytest.mark.slow
 def test_queries_get_a_gradient_once_their_gate_has_moved():
     """Queries get no gradient while their gate is 0, and one after the gate's first step."""
     config = models.model("vector", mixer=cfg.DeltaAttention(num_blocks=2), num_layers=2)

@@ -29,7 +29,6 @@ from rmt_tpu.training.run import prepare
 from tests import models
 from tests.closeness import assert_close, largest_error
 from tests.rmt_tpu.residual import checks
-from tests.tiers import later
 
 EPSILON = 1e-14  # of every norm behind a read
 LAYERS = 4
@@ -67,7 +66,6 @@ OTHERS = {
 BEGINS = ATTENTION | OTHERS
 ON_MATRICES = {name: mixer for name, mixer in OTHERS.items() if mixer.on_matrix}
 STORES = {"vector": BEGINS, "matrix": ATTENTION | ON_MATRICES}
-FAST = [("vector", "3 sublayers", "full")]
 EVERY = [
     (store, name, remat)
     for store, mixers in STORES.items()
@@ -142,9 +140,8 @@ def shared(config, gradients) -> dict:
     return {path: x for path, x in paths(gradients).items() if path in plain}
 
 
-@pytest.mark.parametrize(
-    ("store", "name", "remat"), FAST + later(*(case for case in EVERY if case not in FAST))
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("store", "name", "remat"), EVERY)
 def test_loss_and_gradients_at_the_start_are_the_plain_models(store, name, remat):
     """Of a whole training batch, with documents and padding."""
     config = make(store, STORES[store][name], remat=remat)

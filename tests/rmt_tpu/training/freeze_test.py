@@ -223,6 +223,7 @@ def test_a_run_trains_the_mixes_alone_at_first():
     assert 0 < norms[0] < 0.5 * metrics["optim/grad_norm"]
 
 
+@pytest.mark.slow
 def test_skipped_steps_do_not_count():
     run, state, step = prepared(run_config(optimizer=AdamW(learning_rate=0.01)))
     skipped = state._replace(step=state.step + 2, skipped=state.skipped + 2)

@@ -142,6 +142,7 @@ def test_a_killed_run_goes_on_as_if_it_was_not(config, sources, whole, tmp_path,
     assert numbers(tmp_path) == numbers(whole)
 
 
+@pytest.mark.slow
 def test_shares_change_at_a_step(config, sources, whole, tmp_path, monkeypatch):
     """With a text that comes and one that rests; killed after that, the run goes on the same."""
     run = at_step(whole, tmp_path / "run", 4)
@@ -164,6 +165,7 @@ def test_shares_change_at_a_step(config, sources, whole, tmp_path, monkeypatch):
     assert numbers(again) == numbers(run)
 
 
+@pytest.mark.slow
 def test_a_run_of_one_text_goes_on_with_a_mixture_and_not_back(config, sources, whole, tmp_path):
     run = tmp_path / "run"
     trainer.train(overrides.apply(config, {"train.steps": 4}), run)

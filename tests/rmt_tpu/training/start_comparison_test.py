@@ -173,6 +173,7 @@ def test_weights_that_the_new_model_lacks_count(config, windows, tmp_path):
     assert wanted[0] > 0.05
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("gone", [True, False])
 def test_a_checkpoint_that_its_run_deletes_meanwhile_is_not_compared(
     config, windows, tmp_path, gone
