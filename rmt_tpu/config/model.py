@@ -264,12 +264,7 @@ class ModelConfig(Checked):
             )
 
     def _check_base(self):
-        """Raise UsageError unless muP's base model is legal and differs only in sizes."""
-        kinds = lambda model: [
-            model.store.kind,
-            model.mixer.kind,
-            *([core.kind for core in stack.cores] for stack in model.stacks),
-        ]
+        """Raise UsageError unless muP's base model is legal and muP scales the attention logits."""
         scaled = isinstance(self.parametrization, MuP)
         attends = (core for core in self.cores if core.softmax is not None)
         own = next((core.kind for core in attends if core.scale is not None), None)
@@ -278,11 +273,7 @@ class ModelConfig(Checked):
                 f"ModelConfig.{own}.scale sets the factor of attention logits, which muP "
                 "sets itself; legal: null, or parametrization=standard"
             )
-        if kinds(self.base_model) != kinds(self):
-            raise UsageError(
-                "ModelConfig.parametrization.base has a different store, mixer or cores from the "
-                "model; legal: changes of sizes only, like store.dim=128"
-            )
+        _ = self.base_model  # raises UsageError if a size is illegal
 
     # The short form -----------------------------------------------------------------------------
 
@@ -448,12 +439,17 @@ class ModelConfig(Checked):
         """The base model of muP, or this model in the standard parametrisation.
 
         Raises:
-          UsageError: a size in `parametrization.base` is illegal.
+          UsageError: a value in `parametrization.base` is no size or an illegal one.
         """
         if not getattr(self.parametrization, "base", ()):
             return self
         try:
             sizes = dict(map(overrides.parse_assignment, self.parametrization.base))
+            for path, size in sizes.items():
+                if type(size) is not int:
+                    raise UsageError(
+                        f"{path}={shown(size)} is no size; legal: whole numbers, like store.dim=128"
+                    )
             return overrides.apply(replace(self, parametrization=Standard()), sizes)
         except UsageError as error:
             text = str(error).removeprefix("--set=")

@@ -76,8 +76,9 @@ class Muon(AdamW):
     """Muon (Jordan 2024) for matrices, as in Moonlight (Liu et al. 2025), and AdamW for the rest.
 
     Muon trains the matrices W [A, B] of role "hidden", separately for each layer, expert and
-    projection. The Nesterov momentum M of a matrix is made nearly orthogonal, with all singular
-    values near 1, and the update is
+    projection. The matrices for the gates and values of the mixers depth_lstm and highway count as
+    one. The Nesterov momentum M of a matrix is made nearly orthogonal, with all singular values
+    near 1, and the update is
 
         W -= learning_rate * (update_rms * sqrt(max(A, B)) * orthogonal(M) + weight_decay * W)
 
@@ -138,7 +139,8 @@ class TrainConfig(Checked):
       checkpoint_compression: lossless compression of the arrays in a checkpoint.
       keep_checkpoints: number of most recent checkpoints to keep.
       keep_every: checkpoints at multiples of this number of steps are always kept; 0 disables this.
-      keep_best: number of checkpoints with the lowest loss on held-out text to keep.
+      keep_best: number of checkpoints with the lowest loss on held-out text to keep. Losses are
+        compared as they are, also if the text has changed in between.
       eval_tokens: number of held-out tokens per evaluation, rounded to whole windows; all tokens
         are used if there are fewer.
       eval_batches: number of batches per evaluation, in place of `eval_tokens`; 0 uses

@@ -47,9 +47,11 @@ def test_rates_do_not_depend_on_which_model_has_fewer_key_heads(core, base, own)
 
 
 def test_a_base_without_a_parameter_of_the_model_is_refused():
-    model = models.model("vector", norm_bias=True, norm="layernorm")
-    model = model.replace(parametrization=cfg.MuP(("norm_bias=false", "store.dim=5")))
-    with pytest.raises(UsageError, match=r"parametrization.base has no .*'bias'.*; legal: changes"):
+    experts = cfg.Experts(4, 2, 10, shared=1)
+    stack = cfg.Stack((cfg.Attention(3, 6), experts), 2)
+    parametrization = cfg.MuP(("experts.shared=0", "store.dim=5"))
+    model = models.model("vector", stacks=(stack,), parametrization=parametrization)
+    with pytest.raises(UsageError, match=r"parametrization.base has no .*shared.*; legal: changes"):
         run._rates(model, models.abstract(model))
 
 

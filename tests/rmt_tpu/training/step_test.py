@@ -303,7 +303,8 @@ def test_each_weight_learns_by_its_own_fan_in():
     [
         (("store.dim=8",), AdamW(), "parametrization.base: field of store 'dim' is unknown"),
         (("store.key_dim",), AdamW(), "parametrization.base: 'store.key_dim' must be path=value"),
-        (("mixer=dense",), AdamW(), "parametrization.base has a different"),
+        (("mixer=dense",), AdamW(), "parametrization.base: mixer='dense' is no size; legal: whole"),
+        (("norm_bias=true",), AdamW(), "parametrization.base: norm_bias=True is no size"),
         (
             ("store.key_dim=2",),
             Muon(),
