@@ -25,7 +25,7 @@ import jax.numpy as jnp
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
-from pallas_kernels.arguments import read_slices
+from pallas_kernels.arguments import StackSlice, read_slices
 from pallas_kernels.target import only_platform, target
 
 Platform = str  # A platform is "tpu" or "cuda".
@@ -140,6 +140,7 @@ class TracedCall(NamedTuple):
       args: the shapes and dtypes of the arguments, in the arguments' tree structure. A `StackSlice`
         is replaced by the shape of the slice that it selects.
       options: the keyword arguments.
+      in_stacks: whether some argument is a `StackSlice`.
     """
 
     name: str
@@ -148,6 +149,7 @@ class TracedCall(NamedTuple):
     by_default: tuple[Platform, ...]
     args: tuple
     options: Mapping[str, Any]
+    in_stacks: bool
 
 
 _collectors = threading.local()
@@ -319,8 +321,12 @@ class Implementations:
     def _collect(self, op: str, platforms: list[Platform], args: tuple, options: Mapping) -> None:
         lists = getattr(_collectors, "lists", ())
         if lists and platforms:
+            is_slice = lambda x: isinstance(x, StackSlice)
+            in_stacks = any(map(is_slice, jax.tree.leaves(args, is_leaf=is_slice)))
             shapes = jax.eval_shape(read_slices, args)
-            called = TracedCall(self.name, op, tuple(platforms), self.by_default, shapes, options)
+            called = TracedCall(
+                self.name, op, tuple(platforms), self.by_default, shapes, options, in_stacks
+            )
             for calls in lists:
                 calls.append(called)
 

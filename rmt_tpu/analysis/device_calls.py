@@ -79,6 +79,7 @@ def _key_vector(call: TracedCall) -> Iterator[DeviceCase]:
         if again is not None or not R:
             reads = None if again is None else again.read_keys.shape[0]
             make = functools.partial(residual.undo_and_reread, again=reads)
+        options["in_stacks"] = call.in_stacks
         yield make(KeyVector(K, V, R or 1, P or 1), tokens, dtype, **options)
         return
     if R and P:

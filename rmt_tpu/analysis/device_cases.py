@@ -40,6 +40,8 @@ def _key_vector(scale: Scale) -> Iterator[DeviceCase]:
     yield residual.undo_and_reread(*sites[1], fraction_bits=7, again=1)
     yield residual.store_forward(*sites[0])
     yield residual.norm_retrieve(*sites[1], residual_dtype="float32")
+    yield residual.undo(*sites[0], in_stacks=True)
+    yield residual.undo_and_reread(*sites[0], in_stacks=True)
 
 
 def _depth(scale: Scale) -> Iterator[DeviceCase]:
@@ -78,7 +80,10 @@ def _attention(scale: Scale) -> Iterator[DeviceCase]:
             (Heads(2, 16), (2, 131), {"kv_heads": 1, "alibi": True}),
             (Heads(1, 120), (1, 40), {"window": 9, "cap": 1.5}),
         ]
-        after = [(Heads(2, 16), (1, 128), 128), (Heads(1, 16), (2, 37), 45)]
+        after = [
+            (Heads(2, 16), (1, 128), 128, {}),
+            (Heads(2, 16), (2, 37), 45, {"kv_heads": 1, "alibi": True}),
+        ]
         decode = [(Heads(2, 16), (1, 128), 128), (Heads(2, 16), (2, 3), 45)]
         parts = [(Heads(2, 16), (1, 128), 128, {"kv_heads": 1, "alibi": True})]
     else:
@@ -93,13 +98,16 @@ def _attention(scale: Scale) -> Iterator[DeviceCase]:
             # heads larger.
             *[(Heads(4, size), (2, 512), {}) for size in (64, 120, 128, 256)],
         ]
-        after = [(shapes.GPT2_405M, (2, 512), 2048), (Heads(16, 128), (1, 255), 1001)]
+        after = [
+            (shapes.GPT2_405M, (2, 512), 2048, {}),
+            (Heads(16, 128), (1, 255), 1001, {"kv_heads": 4, "alibi": True}),
+        ]
         decode = [(shapes.GPT2_405M, (8, 1), 2048), (Heads(16, 128), (4, 1), 1001)]
         parts = [(Heads(16, 128), (1, 2048), 2048, {"kv_heads": 4, "alibi": True})]
     for size, tokens, options in whole:
         yield layers.attention(size, tokens, **options)
-    for size, tokens, before in after:
-        yield layers.attention_after(size, tokens, before)
+    for size, tokens, before, options in after:
+        yield layers.attention_after(size, tokens, before, **options)
     for size, tokens, before in decode:
         yield layers.attention_to(size, tokens, before)
     for size, tokens, keys, options in parts:

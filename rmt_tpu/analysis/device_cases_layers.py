@@ -48,9 +48,7 @@ def attention(
     """
     heads, D = size
     G = heads if kv_heads is None else kv_heads
-    # NumPy computes these arrays, so that making a test case compiles nothing.
-    slopes = 2.0 ** -(8 * np.arange(1, heads + 1) / heads) if alibi else None
-    slopes = None if slopes is None else jax.device_put(np.float32(slopes))
+    slopes = _slopes(heads) if alibi else None
 
     def function(implementation, qkv, segment_ids=None, k=None, v=None):
         out = pallas_kernels.causal_attention(
@@ -90,27 +88,43 @@ def attention(
     return DeviceCase("causal_attention", words, function, inputs, flops, cancels=cancels)
 
 
+def _slopes(heads: int) -> jax.Array:
+    # NumPy computes the slopes, so that making a test case compiles nothing.
+    return jax.device_put(np.float32(2.0 ** -(8 * np.arange(1, heads + 1) / heads)))
+
+
 def attention_after(
-    size: Heads, tokens: Tokens, before: int, dtype: str = "bfloat16"
+    size: Heads,
+    tokens: Tokens,
+    before: int,
+    dtype: str = "bfloat16",
+    *,
+    kv_heads: int | None = None,
+    alibi: bool = False,
 ) -> DeviceCase:
     """Return a test case for attention in which queries also see `before` earlier tokens.
 
-    The op computes its gradients with the plain JAX form.
+    The op computes its gradients with the plain JAX form. See `attention` for the other arguments.
     """
     heads, D = size
+    G = heads if kv_heads is None else kv_heads
+    slopes = _slopes(heads) if alibi else None
 
     def function(implementation, qkv, before, filled):
-        options = {"scale": D**-0.5, "implementation": implementation}
+        options = {"scale": D**-0.5, "slopes": slopes, "kv_heads": G}
+        options["implementation"] = implementation
         return {"out": pallas_kernels.attention_after(qkv, before, filled, **options)}
 
     def inputs():
         return {
-            "qkv": normal(21, dtype, *tokens, 3 * heads, D),
-            "before": normal(22, dtype, tokens[0], before, 2 * heads, D),
+            "qkv": normal(21, dtype, *tokens, heads + 2 * G, D),
+            "before": normal(22, dtype, tokens[0], before, 2 * G, D),
             "filled": _filled(tokens[0], before),
         }
 
-    words = in_words(tokens, dtype, H=heads, D=D, before=before)
+    more = {"G": G} if G != heads else {}
+    words = in_words(tokens, dtype, H=heads, D=D, before=before, **more)
+    words += " ALiBi" if alibi else ""
     flops = 4 * tokens[0] * tokens[1] * (before + tokens[1] // 2) * heads * D
     return DeviceCase("attention_after", words, function, inputs, flops)
 

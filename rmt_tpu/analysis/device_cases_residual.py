@@ -5,10 +5,12 @@ retrieves P vectors.
 """
 
 import functools
+from collections.abc import Iterable
 
 import jax.numpy as jnp
 
 import pallas_kernels
+from pallas_kernels import StackSlice, Statistics
 from pallas_kernels.arguments import Norm
 from pallas_kernels.key_vector import reference as key_vector_reference
 from pallas_kernels.key_vector.interface import FRACTION_BITS
@@ -19,6 +21,8 @@ Tokens = tuple[int, int]
 
 # These results are sums over all keys, and the terms of a sum may cancel.
 _CANCELS = frozenset({"retrieved", "first", "again", "undone", "d_data"})
+# What a reversible backward pass has in arrays of all layers.
+_OF_LAYER = ("store_keys", "data", "gain", "read_keys")
 
 
 def site(
@@ -159,25 +163,32 @@ def undo(
     *,
     residual_dtype: str = "int16",
     fraction_bits: int = FRACTION_BITS,
+    in_stacks: bool = False,
 ) -> DeviceCase:
     """Return a test case for a write and its undo, as in a reversible backward pass.
 
     The undo computes the residual before the write from the residual after it, exactly if it is
     int16. It also computes gradients, which are among the results. `fraction_bits` are those of an
-    int16 residual.
+    int16 residual. With `in_stacks`, keys, gain, vectors and statistics are those of the last of
+    two layers, and kernels read them from arrays of both layers.
 
     The case itself is not differentiated.
     """
     of_residual = residual_dtype, fraction_bits
 
+    def inputs():
+        arrays = _undo_inputs(size, tokens, dtype, *of_residual)
+        return _two_layers(arrays, _OF_LAYER) if in_stacks else arrays
+
     def function(implementation, d_stored, d_retrieved, residual, **arrays):
         options = {"norm": norm, "fraction_bits": fraction_bits, "implementation": implementation}
+        arrays = _last_layer(arrays) if in_stacks else arrays
         stored, retrieved, statistics = pallas_kernels.store_norm_retrieve_with_statistics(
             residual, **arrays, epsilon=EPSILON, **options
         )
         g = pallas_kernels.undo(
             stored,
-            statistics,
+            _in_a_stack(statistics) if in_stacks else statistics,
             **arrays,
             d_residual=d_stored,
             d_retrieved=d_retrieved,
@@ -190,9 +201,9 @@ def undo(
     K, V, R, P = size
     return DeviceCase(
         "undo",
-        _undo_words(size, tokens, dtype, norm, *of_residual),
+        _undo_words(size, tokens, dtype, norm, *of_residual, in_stacks),
         function,
-        functools.partial(_undo_inputs, size, tokens, dtype, *of_residual),
+        inputs,
         3 * (R + P) * _flops_per_vector(size, tokens),
         gradients=False,
         exact={"rebuilt": "residual"} if residual_dtype == "int16" else {},
@@ -209,6 +220,7 @@ def undo_and_reread(
     residual_dtype: str = "int16",
     fraction_bits: int = FRACTION_BITS,
     again: int | None = None,
+    in_stacks: bool = False,
 ) -> DeviceCase:
     """Return a test case for two ops: an undo with a read, and the read alone.
 
@@ -223,16 +235,19 @@ def undo_and_reread(
         arrays = _undo_inputs(size, tokens, dtype, *of_residual)
         arrays["gain_again"] = 1 + normal(7, "float32", size.K, size.V, scale=0.1)
         arrays["keys_again"] = normal(8, "float32", again, size.K, scale=size.K**-0.5)
-        return arrays
+        of_layer = (*_OF_LAYER, "gain_again", "keys_again")
+        return _two_layers(arrays, of_layer) if in_stacks else arrays
 
-    def function(implementation, d_stored, d_retrieved, residual, gain_again, keys_again, **arrays):
+    def function(implementation, d_stored, d_retrieved, residual, **arrays):
         options = {"norm": norm, "fraction_bits": fraction_bits, "implementation": implementation}
+        arrays = _last_layer(arrays) if in_stacks else arrays
+        read = arrays.pop("gain_again"), arrays.pop("keys_again")
         data = arrays["data"].dtype
-        before = jnp.zeros_like(arrays["store_keys"]), jnp.zeros_like(arrays["data"])
-        read = gain_again, keys_again
+        before = [jnp.zeros(x.shape, x.dtype) for x in (arrays["store_keys"], arrays["data"])]
         _, first, statistics = pallas_kernels.store_norm_retrieve_with_statistics(
             residual, *before, *read, epsilon=EPSILON, **options
         )
+        statistics = _in_a_stack(statistics) if in_stacks else statistics
         reread = pallas_kernels.norm_retrieve_again(
             residual, statistics, *read, epsilon=EPSILON, dtype=data, **options
         )
@@ -241,7 +256,7 @@ def undo_and_reread(
         )
         g = pallas_kernels.undo(
             stored,
-            later,
+            _in_a_stack(later) if in_stacks else later,
             **arrays,
             d_residual=d_stored,
             d_retrieved=d_retrieved,
@@ -254,7 +269,7 @@ def undo_and_reread(
     more = {} if again == size.P else {"again": again}
     return DeviceCase(
         "norm_retrieve_again",
-        _undo_words(size, tokens, dtype, norm, *of_residual, **more),
+        _undo_words(size, tokens, dtype, norm, *of_residual, in_stacks, **more),
         function,
         inputs,
         (3 * size.R + 2 * size.P + 4 * again) * _flops_per_vector(size, tokens),
@@ -273,8 +288,7 @@ def site_at(size: KeyVector, batch: int, dtype: str = "bfloat16") -> DeviceCase:
 
     def inputs():
         arrays = _site_inputs(size, tokens, dtype)
-        of_layers = lambda x: jnp.stack([jnp.zeros_like(x), x])  # Only layer 1 is used.
-        return arrays | {k: of_layers(arrays[k]) for k in ("store_keys", "gain", "read_keys")}
+        return _two_layers(arrays, ("store_keys", "gain", "read_keys"))
 
     def function(implementation, **arrays):
         stored, retrieved = pallas_kernels.store_norm_retrieve_at(
@@ -313,9 +327,24 @@ def _site_words(
     return f"{words} residual {residual_dtype}" if other else words
 
 
-def _undo_words(size, tokens, dtype, norm, residual_dtype, fraction_bits, **more) -> str:
+def _undo_words(size, tokens, dtype, norm, residual_dtype, fraction_bits, in_stacks, **more) -> str:
     bits = {"bits": fraction_bits} if residual_dtype == "int16" else {}
-    return _site_words(size, tokens, dtype, norm, residual_dtype, **more, **bits)
+    words = _site_words(size, tokens, dtype, norm, residual_dtype, **more, **bits)
+    return f"{words} in stacks" if in_stacks else words
+
+
+def _two_layers(arrays: Arrays, names: Iterable[str]) -> Arrays:
+    """Return `arrays` with those in `names` stacked: zeros, and then the array itself."""
+    return arrays | {k: jnp.stack([jnp.zeros_like(arrays[k]), arrays[k]]) for k in names}
+
+
+def _last_layer(arrays: Arrays) -> dict[str, StackSlice]:
+    return {name: StackSlice(x, 1) for name, x in arrays.items()}
+
+
+def _in_a_stack(statistics: Statistics) -> Statistics:
+    both = statistics.both
+    return Statistics(StackSlice(jnp.stack([jnp.zeros_like(both), both]), 1))
 
 
 def _site_inputs(
