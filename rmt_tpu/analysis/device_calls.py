@@ -147,13 +147,14 @@ def _attention(call: TracedCall) -> Iterator[DeviceCase]:
         "dtype": str(operands.qkv.dtype),
         "cap": _cap(operands),
     }
+    make = layers.attention_in_stack if call.in_stacks else layers.attention
     if operands.kv is not None:
         options["values"] = operands.kv[1].shape[3]
     heads = rows if operands.kv is not None else rows - 2 * G
     tokens = _capped((batch, seq))
     if operands.window is not None and operands.window < tokens[1]:
         options["window"] = int(operands.window)
-    yield layers.attention(Heads(heads, D), tokens, **options)
+    yield make(Heads(heads, D), tokens, **options)
 
 
 def _attention_part(op: str, operands: PartOperands) -> DeviceCase:

@@ -106,6 +106,8 @@ def _attention(scale: Scale) -> Iterator[DeviceCase]:
         parts = [(Heads(16, 128), (1, 2048), 2048, {"kv_heads": 4, "alibi": True})]
     for size, tokens, options in whole:
         yield layers.attention(size, tokens, **options)
+    yield layers.attention_in_stack(*whole[0][:2])
+    yield layers.attention_in_stack(*whole[1][:2], **whole[1][2])
     for size, tokens, before, options in after:
         yield layers.attention_after(size, tokens, before, **options)
     for size, tokens, before in decode:

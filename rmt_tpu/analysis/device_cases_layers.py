@@ -1,10 +1,13 @@
 """Test cases for the ops in layers, at any size: attention, linear attention, experts, logits."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 import pallas_kernels
+from pallas_kernels import StackSlice
 from pallas_kernels.causal_attention.interface import Rows
 from pallas_kernels.delta_attention import reference as delta_reference
 from pallas_kernels.grouped_matmul import reference as grouped_reference
@@ -48,20 +51,15 @@ def attention(
     """
     heads, D = size
     G = heads if kv_heads is None else kv_heads
-    slopes = _slopes(heads) if alibi else None
+    options = _options(size, G, alibi, order, window, cap)
 
     def function(implementation, qkv, segment_ids=None, k=None, v=None):
         out = pallas_kernels.causal_attention(
             qkv,
-            scale=D**-0.5,
-            slopes=slopes,
             segment_ids=segment_ids,
-            kv_heads=G,
-            rows=order,
             kv=None if k is None else (k, v),
-            window=window,
-            cap=cap,
             implementation=implementation,
+            **options,
         )
         return {"out": out}
 
@@ -86,6 +84,76 @@ def attention(
     # If a query sees only one key, the terms of the query's and the key's gradients cancel.
     cancels = frozenset({"d_qkv", "d_k"})
     return DeviceCase("causal_attention", words, function, inputs, flops, cancels=cancels)
+
+
+def attention_in_stack(
+    size: Heads,
+    tokens: Tokens,
+    *,
+    kv_heads: int | None = None,
+    alibi: bool = False,
+    segments: bool = True,
+    order: Rows = "size_major",
+    dtype: str = "bfloat16",
+    window: int | None = None,
+    cap: float | None = None,
+) -> DeviceCase:
+    """Return a test case for attention that writes its output into an array of two layers.
+
+    A reversible train step calls the op like this, and its backward pass reads the output there.
+    The cotangent of queries, keys and values is among the results, and so is the other layer's
+    output, which must stay as it is. The case itself is not differentiated. See `attention` for the
+    arguments.
+    """
+    options = _options(size, kv_heads or size.heads, alibi, order, window, cap)
+    whole = attention(
+        size,
+        tokens,
+        segments=segments,
+        alibi=alibi,
+        kv_heads=kv_heads,
+        order=order,
+        dtype=dtype,
+        window=window,
+        cap=cap,
+    )
+    shape = (*tokens, size.heads, size.size)
+
+    def inputs():
+        return whole.inputs() | {
+            "other": normal(27, dtype, *shape),
+            "d_out": normal(28, dtype, *shape),
+        }
+
+    def function(implementation, qkv, other, d_out, segment_ids=None):
+        given = {"segment_ids": segment_ids, "implementation": implementation} | options
+        to = StackSlice(jnp.stack([other, other]), 1)
+        stack, log_sums = pallas_kernels.attention_forward(qkv, to=to, **given)
+        out = StackSlice(stack, 1)
+        d_qkv = pallas_kernels.attention_backward(qkv, out, log_sums, d_out, **given)
+        return {"other": stack[0], "out": stack[1], "log_sums": log_sums, "d_qkv": d_qkv}
+
+    return DeviceCase(
+        "attention_forward",
+        f"{whole.size} in a stack",
+        function,
+        inputs,
+        3 * whole.flops,
+        gradients=False,
+        exact={"other": "other"},
+        cancels=whole.cancels,
+    )
+
+
+def _options(size: Heads, kv_heads: int, alibi: bool, order: Rows, window, cap) -> dict[str, Any]:
+    return {
+        "scale": size.size**-0.5,
+        "slopes": _slopes(size.heads) if alibi else None,
+        "kv_heads": kv_heads,
+        "rows": order,
+        "window": window,
+        "cap": cap,
+    }
 
 
 def _slopes(heads: int) -> jax.Array:

@@ -57,6 +57,7 @@ CASES = {
         layers.attention(Heads(4, 64), TOKENS, kv_heads=2, segments=False, order="head_major"),
         layers.attention(Heads(2, 64), TOKENS, values=32, dtype="float32"),
         layers.attention(Heads(4, 64), TOKENS, window=30, cap=1.5),
+        layers.attention_in_stack(Heads(4, 64), TOKENS, kv_heads=2, alibi=True),
         layers.attention_to(Heads(2, 64), (2, 128), 256),
         layers.attention_to(Heads(2, 64), (2, 128), 256, cap=1.5),
         attention_part(Heads(4, 64), TOKENS, 256, kv_heads=2, alibi=True, cap=1.5),
