@@ -189,13 +189,15 @@ def _problems(target, work: Any) -> list[Any]:
         kernel_problems.problems_of_preset if _OP.value is None else kernel_problems.problems_of_ops
     )
     problems = make_problems(work, target)
-    if _KERNEL.value:
-        problems = [p for p in problems if any(part in p.kernel for part in _KERNEL.value)]
     if not problems:
         raise UsageError(
             f"--target={target.name} has no tunable kernel for the given ops or preset"
         )
-    return problems
+    found = [p for p in problems if any(part in p.kernel for part in _KERNEL.value or [""])]
+    if not found:
+        legal = sorted({p.kernel for p in problems})
+        raise UsageError(unknown("--kernel", ", ".join(_KERNEL.value), legal))
+    return found
 
 
 def _out() -> str:

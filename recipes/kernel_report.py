@@ -53,11 +53,21 @@ def main() -> int:
     """Estimate the cost of ops (with --step: of train steps), write reports, and return 0."""
     from rmt_tpu.estimator import CompilerError
 
+    _check_effects()
     folder = local.folder("output", _OUTPUT.value)
     try:
         return _report_steps(folder) if _STEP.value else _report_ops(folder)
     except CompilerError as error:
         raise RunError(str(error)) from None
+
+
+def _check_effects() -> None:
+    """Raise UsageError if a flag is given that has no effect on ops, or none on steps."""
+    without = (_OP, _CASES) if _STEP.value else (_PRESETS, _BATCH_SIZE, _SEQ_LEN, _SET)
+    given = [flag.name for flag in without if flag.present]
+    if given:
+        legal = "without --step" if _STEP.value else "with --step"
+        raise UsageError(f"--{given[0]} has no effect here; legal: {legal}, or leave it out")
 
 
 def _report_ops(folder: Path) -> int:

@@ -6,9 +6,9 @@
 The command takes the flags of recipes.train, and compiles the train step for all devices of a
 topology, which need not be present. It reports whether the step fits in memory, what occupies the
 memory, what the devices send to each other, and an estimate of the step's time. If the step does
-not fit, the report says what to change, and the exit code is 1. The exit code is 2 if the command
-is wrong. As in recipes.train, --tokenizer (by default `byte`) sets the size of the vocabulary,
-unless --set=model.vocab_size sets it.
+not fit, the report says what to change, and the exit code is 1. It is also 1 if the compiler is not
+installed or fails, and 2 if the command is wrong. As in recipes.train, --tokenizer (by default
+`byte`) sets the size of the vocabulary, unless --set=model.vocab_size sets it.
 
     python -m recipes.preflight --preset=llama-attnres-1.2b --topology=v5e:2x4 --mesh=tensor=8 \\
         --prompt=131072

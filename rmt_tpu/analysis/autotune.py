@@ -7,6 +7,7 @@ written to a table, from which programs read their block sizes.
 import contextlib
 import dataclasses
 import json
+import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -172,6 +173,8 @@ def check_table(out: str) -> None:
     folder, name = open_parent(out)
     if not name:
         raise UsageError(f"--out={out} does not name a file; legal: the path of a JSON file")
+    if os.path.isdir(out):
+        raise UsageError(f"--out={out} is a folder; legal: the path of a JSON file")
     folder.check(write=True)
     try:
         table = kernel_tables.read(out)

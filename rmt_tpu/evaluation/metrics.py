@@ -83,7 +83,7 @@ class Difference(NamedTuple):
       unpaired: the standard error that would result if the two models had independent documents;
         None for a single document.
       p: the two-sided p-value, by McNemar's exact test for answers that are right or wrong, and by
-        a normal approximation for other metrics; None if neither applies.
+        Student's t-test for other metrics; None if neither applies.
     """
 
     value: float
@@ -127,4 +127,4 @@ def _p(first: Metric, second: Metric, value: float, error: float | None) -> floa
         return float(stats.binomtest(better, better + worse).pvalue)
     if not error:
         return None
-    return float(2 * stats.norm.sf(abs(value) / error))
+    return float(2 * stats.t.sf(abs(value) / error, len(first.total) - 1))

@@ -131,22 +131,38 @@ def wait_for_server(process: subprocess.Popen) -> None:
 @pytest.mark.xdist_group("commands")
 @pytest.mark.parametrize("page", RUN)
 def test_commands_run(page, tmp_path):
-    """A server runs until the end of the page; `make test` is what runs this."""
-    variables, servers = clone(tmp_path), []
-    options = {"cwd": tmp_path, "env": variables, "stdin": subprocess.DEVNULL}
+    """A server runs until the next one or the end of the page; `make test` is what runs this."""
+    options = {"cwd": tmp_path, "env": clone(tmp_path), "stdin": subprocess.DEVNULL}
+    server = None
+
+    def run(text):
+        done = subprocess.run(
+            ["bash", "-euo", "pipefail", "-c", text],
+            **options,
+            capture_output=True,
+            encoding="utf-8",
+            timeout=TIMEOUT,
+        )
+        assert done.returncode == 0, f"{text}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
+        assert "curl" not in text or '"error"' not in done.stdout, done.stdout
+
+    def stop():
+        if server is not None:
+            server.send_signal(signal.SIGTERM)
+            assert server.wait(TIMEOUT) == 0
+
     try:
         for block in run_blocks(page):
             text = re.sub(r"^make test\b.*\n", "", block.text, flags=re.MULTILINE)
-            command = ["bash", "-euo", "pipefail", "-c", text]
-            if "recipes.serve" in text:
-                servers.append(subprocess.Popen(["bash", "-c", f"exec {text}"], **options))
-                wait_for_server(servers[-1])
+            served = next((line for line in block.lines if "recipes.serve" in line), None)
+            if served is None:
+                run(text)
                 continue
-            done = subprocess.run(
-                command, **options, capture_output=True, encoding="utf-8", timeout=TIMEOUT
-            )
-            assert done.returncode == 0, f"{text}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
+            before, after = "\n".join(block.lines).split(served)
+            run(before)
+            stop()
+            server = subprocess.Popen(["bash", "-c", f"exec {served}"], **options)
+            wait_for_server(server)
+            run(after)
     finally:
-        for server in servers:
-            server.send_signal(signal.SIGTERM)
-    assert [server.wait(TIMEOUT) for server in servers] == [0] * len(servers)
+        stop()

@@ -29,6 +29,11 @@ from tests import cli
             "--target=h100 has no tunable kernel for the given ops",
             marks=pytest.mark.slow,
         ),
+        (
+            ["--op=attention", "--target=v5e", "--kernel=zzz", "--dry_run"],
+            "--kernel 'zzz' is unknown; legal: attention_backward, attention_blocks_backward,",
+        ),
+        (["--op=attention", "--target=v5e", "--out=/tmp"], "--out=/tmp is a folder; legal: "),
         (["--op=attention", "--target=v5e", "--top=0"], "--top=0"),
         (
             ["--op=attention", "--target=v5e"],

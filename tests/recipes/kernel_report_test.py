@@ -91,8 +91,11 @@ def test_tables_fit_a_terminal():
         (["--step", "--presets=rmt-tiny", "--set=rmt-46m:model.num_layers=1"],
          "preset 'rmt-46m' is unknown"),
         (["--batch_size=many"], "--batch_size=many must be a whole number"),
+        (["--presets=rmt-tiny"], "--presets has no effect here; legal: with --step, or"),
+        (["--step", "--op=attention"], "--op has no effect here; legal: without --step, or"),
     ],
-    ids=["target", "no target", "op", "case", "preset", "twice", "path", "path's preset", "number"],
+    ids=["target", "no target", "op", "case", "preset", "twice", "path", "path's preset", "number",
+         "of steps", "of ops"],
 )  # fmt: skip
 def test_usage_errors(flags, message, tmp_path):
     assert message in cli.fail("kernel_report", *flags, f"--output={tmp_path}")

@@ -61,11 +61,15 @@ def test_p_of_shares_is_mcnemar_s_exact_test():
     assert difference(share(one), share(one)).p == 1.0
 
 
-def test_p_of_nats_is_normal():
+def test_p_of_nats_is_a_t_test_s():
+    """With 2 documents, of one degree of freedom, p is 1 - 2 atan(t) / pi."""
+    totals = np.array([3.0, 6.0]), np.zeros(2)
+    few = [Metric("x", "word", "perplexity", total, np.ones(2)) for total in totals]
+    assert difference(*few).p == pytest.approx(1 - 2 * math.atan(4.5 / 1.5) / math.pi)
     nats, words = rng.normal(300, 40, 200), np.full(200, 60.0)
     moved = nats + 1.96 * 2.0 / math.sqrt(200) + (noise := rng.normal(0, 1, 200)) * 0
     noise = (noise - noise.mean()) / np.std(noise, ddof=1) * 2.0
     one, other = (Metric("x", "word", "perplexity", n, words) for n in (moved + noise, nats))
     apart = difference(one, other)
     assert apart.value == pytest.approx(1.96 * 2.0 / math.sqrt(200) / 60)
-    assert apart.p == pytest.approx(0.05, abs=1e-4)
+    assert apart.p == pytest.approx(0.0514, abs=1e-4)

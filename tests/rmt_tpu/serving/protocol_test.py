@@ -161,7 +161,11 @@ REFUSED = [
         "prompt",
         "4 prompts, which with n=2 make 8 texts; legal: at most 6",
     ),
-    ({"max_tokens": 0}, "max_tokens", "max_tokens=0 must be a whole number from 1 to 50"),
+    (
+        {"max_tokens": 0},
+        "max_tokens",
+        "max_tokens=0 must be a whole number from 1 to 50, or 0 with echo",
+    ),
     ({"max_tokens": 51}, "max_tokens", "max_tokens=51 must be a whole number from 1 to 50"),
     ({"max_tokens": "5"}, "max_tokens", "max_tokens='5' must be a whole number"),
     ({"max_tokens": -1, "echo": True}, "max_tokens", "max_tokens=-1 must be a whole number from 0"),
