@@ -7,7 +7,6 @@ written to a table, from which programs read their block sizes.
 import contextlib
 import dataclasses
 import json
-import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -168,18 +167,18 @@ def check_table(out: str) -> None:
     """Check that a tuning table can be written to the path `out`.
 
     Raises:
-      UsageError: the path cannot be written, or the file there is not a tuning table.
+      UsageError: the path cannot be written, or the file there is not a tuning table. The message
+        begins with the path.
     """
     folder, name = open_parent(out)
-    if not name:
-        raise UsageError(f"--out={out} does not name a file; legal: the path of a JSON file")
-    if os.path.isdir(out):
-        raise UsageError(f"--out={out} is a folder; legal: the path of a JSON file")
+    local = folder.local_path
+    if not name or (local is not None and (local / name).is_dir()):
+        raise UsageError(f"{out} is a folder; legal: the path of a JSON file")
     folder.check(write=True)
     try:
         table = kernel_tables.read(out)
     except RunError as error:
-        raise UsageError(f"--out={out} cannot be read: {error}") from None
+        raise UsageError(f"{out} cannot be read: {error}") from None
     if table.faults:
         raise UsageError(f"{table.faults[0]}; fix the file, or move it away")
 

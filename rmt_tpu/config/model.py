@@ -264,7 +264,7 @@ class ModelConfig(Checked):
             )
 
     def _check_base(self):
-        """Raise UsageError unless muP's base model is legal and muP scales the attention logits."""
+        """Raise UsageError if a size of muP's base model or a core's logit scale is illegal."""
         scaled = isinstance(self.parametrization, MuP)
         attends = (core for core in self.cores if core.softmax is not None)
         own = next((core.kind for core in attends if core.scale is not None), None)
@@ -439,7 +439,7 @@ class ModelConfig(Checked):
         """The base model of muP, or this model in the standard parametrisation.
 
         Raises:
-          UsageError: a value in `parametrization.base` is no size or an illegal one.
+          UsageError: a value in `parametrization.base` is not a size, or an illegal one.
         """
         if not getattr(self.parametrization, "base", ()):
             return self
@@ -448,7 +448,8 @@ class ModelConfig(Checked):
             for path, size in sizes.items():
                 if type(size) is not int:
                     raise UsageError(
-                        f"{path}={shown(size)} is no size; legal: whole numbers, like store.dim=128"
+                        f"{path}={shown(size)} is not a size; legal: whole numbers, like "
+                        "store.dim=128"
                     )
             return overrides.apply(replace(self, parametrization=Standard()), sizes)
         except UsageError as error:

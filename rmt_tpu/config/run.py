@@ -76,9 +76,9 @@ class Muon(AdamW):
     """Muon (Jordan 2024) for matrices, as in Moonlight (Liu et al. 2025), and AdamW for the rest.
 
     Muon trains the matrices W [A, B] of role "hidden", separately for each layer, expert and
-    projection. The matrices for the gates and values of the mixers depth_lstm and highway count as
-    one. The Nesterov momentum M of a matrix is made nearly orthogonal, with all singular values
-    near 1, and the update is
+    projection. The gates and values of the mixers depth_lstm and highway are one matrix. The
+    Nesterov momentum M of a matrix is made nearly orthogonal, with all singular values near 1, and
+    the update is
 
         W -= learning_rate * (update_rms * sqrt(max(A, B)) * orthogonal(M) + weight_decay * W)
 

@@ -88,8 +88,7 @@ def comparison(
         "\n\nDifferences of shares are in percentage points, those between perplexities in nats. "
         "The standard error is for both models on the same documents; the unpaired error assumes "
         "different documents. Models that read a single text in different windows have only the "
-        "unpaired error. p: McNemar's exact test for shares, Student's t-test for "
-        "nats.\n"
+        "unpaired error. p: McNemar's exact test for shares, Student's t-test for nats.\n"
     )
 
 

@@ -82,15 +82,18 @@ def read_object(
 
 
 def whole_number(
-    values: Mapping[str, Any], name: str, default: int | None, low: int, high: int
+    values: Mapping[str, Any], name: str, default: int | None, low: int, high: int, more: str = ""
 ) -> Any:
     """Return a whole number from `low` to `high`, or the default if the field is absent.
+
+    `more` follows the legal numbers in the error message.
 
     Raises:
       Refusal: the field has an illegal value.
     """
     words = f"a whole number from {low} to {high}" if low < high else f"{low}"
-    return field(values, name, default, lambda v: is_a(int)(v) and low <= v <= high, words)
+    legal = lambda v: is_a(int)(v) and low <= v <= high
+    return field(values, name, default, legal, words + more)
 
 
 def field(

@@ -185,11 +185,8 @@ def continuation(
     stream = field(values, "stream", False, is_a(bool), "true or false")
     # A limit of 0 is legal only if the prompt is echoed; otherwise the text would be empty.
     default, least = min(default_tokens, served.max_tokens), 0 if echo else 1
-    words = f"a whole number from {least} to {served.max_tokens}"
-    words += "" if echo or chat else ", or 0 with echo"
-    max_tokens = field(
-        values, limit, default, lambda n: is_a(int)(n) and least <= n <= served.max_tokens, words
-    )
+    more = "" if echo or chat else ", or 0 with echo"
+    max_tokens = whole_number(values, limit, default, least, served.max_tokens, more)
     name = "messages" if chat else "prompt"
     rooms = [_room_after(number, prompts, served, name) for number in range(len(prompts))]
     if limit not in values:

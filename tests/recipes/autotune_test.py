@@ -33,7 +33,10 @@ from tests import cli
             ["--op=attention", "--target=v5e", "--kernel=zzz", "--dry_run"],
             "--kernel 'zzz' is unknown; legal: attention_backward, attention_blocks_backward,",
         ),
-        (["--op=attention", "--target=v5e", "--out=/tmp"], "--out=/tmp is a folder; legal: "),
+        (
+            ["--op=attention", "--target=v5e", "--out=/tmp"],
+            "error: --out=/tmp is a folder; legal: ",
+        ),
         (["--op=attention", "--target=v5e", "--top=0"], "--top=0"),
         (
             ["--op=attention", "--target=v5e"],

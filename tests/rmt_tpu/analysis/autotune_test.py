@@ -174,8 +174,9 @@ def test_what_can_be_no_table(tmp_path):
         autotune.check_table(str(tmp_path / "file"))
     with pytest.raises(UsageError, match="cannot be written to"):
         autotune.check_table(str(tmp_path / "file" / "table.json"))
-    with pytest.raises(UsageError, match="does not name a file"):
-        autotune.check_table(f"{tmp_path}{os.sep}")
+    for folder in (tmp_path, f"{tmp_path}{os.sep}"):
+        with pytest.raises(UsageError, match=f"^{folder} is a folder; legal: "):
+            autotune.check_table(str(folder))
 
 
 def test_on_a_gpu_an_entry_says_what_is_faster(out):

@@ -65,7 +65,7 @@ def test_p_of_shares_is_mcnemar_s_exact_test():
 
 
 def test_p_of_nats_is_a_t_test_s(rng):
-    """With 2 documents, of one degree of freedom, p is 1 - 2 atan(t) / pi."""
+    """The p-value of 2 documents, which have one degree of freedom, is 1 - 2 atan(t) / pi."""
     totals = np.array([3.0, 6.0]), np.zeros(2)
     few = [Metric("x", "word", "perplexity", total, np.ones(2)) for total in totals]
     assert difference(*few).p == pytest.approx(1 - 2 * math.atan(4.5 / 1.5) / math.pi)

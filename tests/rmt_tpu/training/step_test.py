@@ -303,8 +303,12 @@ def test_each_weight_learns_by_its_own_fan_in():
     [
         (("store.dim=8",), AdamW(), "parametrization.base: field of store 'dim' is unknown"),
         (("store.key_dim",), AdamW(), "parametrization.base: 'store.key_dim' must be path=value"),
-        (("mixer=dense",), AdamW(), "parametrization.base: mixer='dense' is no size; legal: whole"),
-        (("norm_bias=true",), AdamW(), "parametrization.base: norm_bias=True is no size"),
+        (
+            ("mixer=dense",),
+            AdamW(),
+            "parametrization.base: mixer='dense' is not a size; legal: whole",
+        ),
+        (("norm_bias=true",), AdamW(), "parametrization.base: norm_bias=True is not a size"),
         (
             ("store.key_dim=2",),
             Muon(),
