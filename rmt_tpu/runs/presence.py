@@ -13,9 +13,9 @@ from rmt_tpu.errors import UsageError
 from rmt_tpu.storage import Fault, Folder
 
 FILE = "running.json"
-_BEAT_SECONDS = 60.0
+BEAT_SECONDS = 60.0
 # A process that has not renewed its file for this number of seconds is regarded as dead.
-_STALE_SECONDS = 3 * _BEAT_SECONDS
+_STALE_SECONDS = 3 * BEAT_SECONDS
 
 
 @contextlib.contextmanager
@@ -26,7 +26,8 @@ def announce_run(folder: Folder, log: Callable[[str], None]) -> Iterator[str | N
     another process on this host has announced itself and is alive, this function raises an error.
     If another host announced a process within the last minutes, that process may have been killed
     and restarted here, so only a note is printed. The caller then decides: the same run may
-    continue in the folder, but a different run must not start there.
+    continue in the folder, but a different run must not start there. At the end of the body, the
+    file contains the announcement of the other process again, which may still be alive.
 
     Yields:
       A description of the process on another host that recently renewed the file, or None.
@@ -34,18 +35,19 @@ def announce_run(folder: Folder, log: Callable[[str], None]) -> Iterator[str | N
     Raises:
       UsageError: another process on this host trains in `folder`.
     """
-    other = _claim(folder)
+    announcement = _Announcement(folder)
+    other = announcement.claim()
     if other:
         log(
-            f"note: {other} also seems to train in {folder}; the process that saves a checkpoint "
-            "second will fail, and the metrics of both are mixed"
+            f"note: {other} also seems to train in {folder}; if it does, stop one of the two, "
+            "because they delete or damage each other's checkpoints and mix their metrics"
         )
     ended = threading.Event()
 
     def beat() -> None:
-        while not ended.wait(_BEAT_SECONDS):
+        while not ended.wait(BEAT_SECONDS):
             with contextlib.suppress(Fault):
-                folder.write(FILE, _own_record())
+                announcement.renew()
 
     thread = threading.Thread(target=beat, name="presence", daemon=True)
     thread.start()
@@ -55,7 +57,60 @@ def announce_run(folder: Folder, log: Callable[[str], None]) -> Iterator[str | N
         ended.set()
         thread.join()
         with contextlib.suppress(Fault):
-            folder.delete(FILE)
+            announcement.withdraw()
+
+
+class _Announcement:
+    """This process's announcement in a folder, and that of another process that it replaced."""
+
+    def __init__(self, folder: Folder):
+        self._folder = folder
+        self._replaced: bytes | None = None
+
+    def claim(self) -> str | None:
+        """Write the announcement, and return a description of another process that trains here.
+
+        The result is None if there is no other process. If two processes write their announcements
+        at the same time, one of them succeeds, and the other finds that announcement.
+
+        Raises:
+          UsageError: another process on this host trains in the folder.
+        """
+        with contextlib.suppress(Fault):
+            for _ in range(3):
+                found = self._folder.read(FILE)
+                other, is_here = _parse_record(found.data) if found else (None, False)
+                if is_here:
+                    raise UsageError(
+                        f"--workdir={self._folder} is in use by {other}; wait for it, stop it, or "
+                        "give another --workdir"
+                    )
+                if found is None:
+                    written = self._folder.create(FILE, _own_record())
+                else:
+                    generation = found.generation
+                    written = self._folder.replace(FILE, _own_record(), generation=generation)
+                if written:
+                    self._replaced = found.data if found and other else None
+                    return other
+        return None
+
+    def renew(self) -> None:
+        """Write the announcement again, and remember that of another process that is alive."""
+        found = self._folder.read(FILE)
+        if found and not _is_own(found.data):
+            self._replaced = found.data
+        self._folder.write(FILE, _own_record())
+
+    def withdraw(self) -> None:
+        """Replace the announcement by the last one of another process, or delete it."""
+        found = self._folder.read(FILE)
+        if found is None or not _is_own(found.data):
+            return
+        if self._replaced and _parse_record(self._replaced)[0]:
+            self._folder.replace(FILE, self._replaced, generation=found.generation)
+        else:
+            self._folder.delete(FILE, generation=found.generation)
 
 
 def _own_record() -> bytes:
@@ -64,28 +119,13 @@ def _own_record() -> bytes:
     return json.dumps(record | {"started": start_ticks(pid)}).encode()
 
 
-def _claim(folder: Folder) -> str | None:
-    """Write the announcement, and return a description of another process that trains here.
-
-    The result is None if there is no other process. If two processes write their announcements at
-    the same time, one of them succeeds, and the other finds that announcement.
-    """
-    with contextlib.suppress(Fault):
-        for _ in range(3):
-            found = folder.read(FILE)
-            other, is_here = _parse_record(found.data) if found else (None, False)
-            if is_here:
-                raise UsageError(
-                    f"--workdir={folder} is in use by {other}; wait for it, stop it, or give "
-                    "another --workdir"
-                )
-            if found is None:
-                written = folder.create(FILE, _own_record())
-            else:
-                written = folder.replace(FILE, _own_record(), generation=found.generation)
-            if written:
-                return other
-    return None
+def _is_own(data: bytes) -> bool:
+    """Return whether this process wrote an announcement."""
+    try:
+        record = json.loads(data)
+        return (record["host"], record["pid"]) == (socket.gethostname(), os.getpid())
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return False
 
 
 def _parse_record(data: bytes) -> tuple[str | None, bool]:

@@ -38,9 +38,24 @@ def test_another_process_is_noted(tmp_path, host, pid, seen_ago, noted):
     (tmp_path / presence.FILE).write_text(json.dumps(word))
     told = []
     with presence.announce_run(open_folder(tmp_path), told.append):
-        pass
+        assert json.loads((tmp_path / presence.FILE).read_text())["pid"] == os.getpid()
     assert len(told) == noted
     assert not noted or f"process {pid} on {host} (seen 10 s ago)" in told[0]
+    # The announcement of a process that may be alive outlives this one.
+    assert (tmp_path / presence.FILE).exists() == noted
+    assert not noted or json.loads((tmp_path / presence.FILE).read_text()) == word
+
+
+def test_one_that_comes_later_keeps_its_announcement(tmp_path, monkeypatch):
+    """Of two processes that take turns in the file, the one that ends leaves the other's."""
+    monkeypatch.setattr(presence, "BEAT_SECONDS", 0.01)
+    path, later = tmp_path / presence.FILE, {"host": "elsewhere", "pid": 7, "seen": time.time()}
+    with presence.announce_run(open_folder(tmp_path), pytest.fail):
+        path.write_text(json.dumps(later))
+        until = time.monotonic() + 60
+        while json.loads(path.read_text())["pid"] == 7 and time.monotonic() < until:
+            time.sleep(0.01)
+    assert json.loads(path.read_text()) == later
 
 
 def test_one_that_lives_here_keeps_its_folder(tmp_path):

@@ -153,6 +153,13 @@ def test_a_run_that_lives_keeps_its_folder(config, tmp_path):
     with pytest.raises(UsageError, match=f"is in use by process {os.getppid()} on "):
         trainer.train(config, run)
     assert {name: run.read(name).data for name in run.names()} == before
+    # A process on another host keeps the folder, too, however often the command is repeated.
+    run.write("running.json", json.dumps(word | {"host": "elsewhere"}).encode())
+    before = {name: run.read(name).data for name in run.names()}
+    for _ in range(2):
+        with pytest.raises(UsageError, match="is in use by .* on elsewhere .*a different config"):
+            trainer.train(config, run)
+        assert {name: run.read(name).data for name in run.names()} == before
 
 
 @pytest.mark.slow
