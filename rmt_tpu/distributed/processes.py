@@ -133,6 +133,23 @@ def is_first() -> bool:
     return process_id() == 0
 
 
+def check_runtime() -> None:
+    """Check that the runtime of the devices has as many processes as have connected.
+
+    The runtime of a TPU slice connects all hosts of the slice by itself. A process that was started
+    without --distributed would therefore train with all devices, and would write the run folder
+    like the processes of the other hosts.
+
+    Raises:
+      UsageError: the numbers of processes differ.
+    """
+    if (count := jax.process_count()) != num_processes():
+        raise UsageError(
+            f"the devices here belong to {count} processes, but this run has {num_processes()}; "
+            f"start it on all {count} hosts, and give --distributed to each"
+        )
+
+
 class Channel:
     """An ordered series of synchronisation points for all processes.
 

@@ -77,7 +77,7 @@ def lower_bound(config: RunConfig, run: PreparedRun) -> MemoryLowerBound:
 def shortfall(config: RunConfig, run: PreparedRun) -> str | None:
     """Return an error message if there is less memory than `lower_bound` returns, else None."""
     needs = lower_bound(config, run)
-    own = [d for d in run.mesh.devices.flat if d.process_index == processes.process_id()]
+    own = run.mesh.local_devices
     machine = memory.machine_bytes()
     if own[0].platform == "cpu":
         places = {"machine": (len(own) * needs.device + needs.batch, machine)}

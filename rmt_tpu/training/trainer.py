@@ -208,6 +208,7 @@ def _prepare(
     Returns:
       The prepared run, and the source of its initial weights, or None.
     """
+    processes.check_runtime()
     run = prepare(config, sharding.make_mesh(config.train.mesh))
     progress.log(f"{label}: {_introduction(config, run)}")
     if frozen := freeze.describe(config.train, run.abstract.params):

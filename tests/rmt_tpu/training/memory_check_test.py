@@ -3,7 +3,6 @@
 from types import SimpleNamespace
 
 import jax
-import numpy as np
 import pytest
 
 import sharding
@@ -63,10 +62,8 @@ def test_a_batch_that_a_device_cannot_hold(tiny):
         ({}, True),
         (None, True),
     ]:
-        device = SimpleNamespace(
-            platform="tpu", process_index=0, memory_stats=lambda stats=stats: stats
-        )
-        mesh = SimpleNamespace(devices=np.array([device] * 2), shape=run.mesh.shape, size=2)
+        device = SimpleNamespace(platform="tpu", memory_stats=lambda stats=stats: stats)
+        mesh = SimpleNamespace(local_devices=[device] * 2, shape=run.mesh.shape, size=2)
         line = memory_check.shortfall(config, run._replace(mesh=mesh))
         assert line is None if fits else "MB on this device, which has" in line
 
