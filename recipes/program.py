@@ -131,12 +131,15 @@ def _version() -> str:
     return f"rmt_tpu {rmt_tpu.__version__}, jax {version('jax')}, Python {python}"
 
 
-def exit_code(stopped_by: signal.Signals) -> int:
+def exit_code(stopped_by: signal.Signals, announced: int = 0) -> int:
     """Return the exit code of a run that was stopped by a signal and then saved.
 
-    It is 0 for all signals except SIGINT, because schedulers send SIGTERM and expect code 0.
+    Args:
+      stopped_by: the signal.
+      announced: the code for all signals except SIGINT, which schedulers send before they end a
+        process. Most of them expect 0.
     """
-    return INTERRUPTED if stopped_by == signal.SIGINT else 0
+    return INTERRUPTED if stopped_by == signal.SIGINT else announced
 
 
 def resume_command() -> str:

@@ -54,6 +54,15 @@ _CHECK_KERNELS = flags.DEFINE_enum(
     "auto: compare the results of the step's kernels with those of plain JAX, once per kind of "
     "device, and use plain JAX for an op whose results differ; off: do not compare",
 )
+_STOPPED_EXIT_CODE = flags.DEFINE_integer(
+    "stopped_exit_code",
+    0,
+    "exit code of a run that another signal than Ctrl-C stopped and that is saved, but not "
+    "complete; a supervisor that starts only failed runs again, such as a Kubernetes Job, needs "
+    "one other than 0",
+    lower_bound=0,
+    upper_bound=125,
+)
 common.define_run_flags()
 members.define_distributed_flags()
 
@@ -64,7 +73,13 @@ _is_distributed = threading.Event()
 def main() -> int:
     """Train a run with the config that the flags describe, and return the exit code."""
     with signals.exit_on_signal(_end) as notice:
-        return _train(notice)
+        code = _train(notice)
+        if _is_distributed.is_set():
+            from rmt_tpu.distributed import processes
+
+            # The others wait here while process 0 writes its sample. A signal may stop them then.
+            processes.finish()
+        return code
 
 
 def _train(notice: signals.ExitNotice) -> int:
@@ -104,7 +119,7 @@ def _train(notice: signals.ExitNotice) -> int:
             everywhere = ", on every host" if processes.num_processes() > 1 else ""
             print(f"stopped at step {outcome.step}, saved in {folder}. To resume{everywhere}:")
             print(f"  {program.resume_command()}")
-        return program.exit_code(outcome.stopped_by)
+        return program.exit_code(outcome.stopped_by, _STOPPED_EXIT_CODE.value)
     if processes.is_first():
         print(f"done: {outcome.step} steps in {folder}")
     return 0

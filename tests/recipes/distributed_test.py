@@ -8,6 +8,7 @@ import threading
 import time
 from types import SimpleNamespace
 
+import jax
 import pytest
 
 from rmt_tpu.distributed import processes, rendezvous
@@ -177,6 +178,28 @@ def test_a_run_goes_from_two_processes_to_one_and_back(mesh, one, tmp_path):
     assert (tmp_path / "samples.txt").read_text() == (one / "samples.txt").read_text()
 
 
+# One process gets SIGTERM while it waits for process 0, which is not done yet.
+STOP_AT_THE_END = """
+import os, signal, threading, time
+from rmt_tpu.distributed import processes
+usual = processes.finish
+def finish():
+    if processes.is_first():
+        time.sleep(600)
+    threading.Timer(1, os.kill, (os.getpid(), signal.SIGTERM)).start()
+    usual()
+processes.finish = finish
+"""
+
+
+@pytest.mark.slow
+def test_a_signal_while_the_last_sample_is_written_ends_all(mesh, tmp_path):
+    flags = (*TRAIN, mesh[0], f"--workdir={tmp_path}")
+    ends = cli.launch(2, *flags, devices=mesh[1], first=(STOP_AT_THE_END,) * 2)
+    assert [code for code, *_ in ends] == [0, 0], ends
+    assert all(f"step {STEPS} is saved; repeat the command" in errors for *_, errors in ends)
+
+
 @pytest.mark.slow
 def test_two_processes_go_back_to_an_older_checkpoint(mesh, two, tmp_path):
     copy = shutil.copytree(two[0], tmp_path / "run")
@@ -292,6 +315,13 @@ def test_the_others_end_as_one_does(code, others, monkeypatch, capsys):
         assert left.value.code == wanted
     kind = "error: " if code else ""
     assert capsys.readouterr().err == f"{kind}the line\n{kind}process 1: the line\n"
+
+
+def test_hosts_of_a_slice_that_are_not_connected_are_noticed(monkeypatch):
+    processes.check_runtime()
+    monkeypatch.setattr(jax, "process_count", lambda: 4)
+    with pytest.raises(UsageError, match="belong to 4 processes, but this run has 1; .*--distrib"):
+        processes.check_runtime()
 
 
 # The roll call -------------------------------------------------------------------------------
