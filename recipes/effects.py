@@ -32,6 +32,17 @@ class _Condition(NamedTuple):
 _has_stages = lambda config: parse_mesh(config.train.mesh).get("stage", 1) != 1
 _has_tasks = lambda config: bool(config.train.eval_tasks)
 _PIPELINE = "a pipeline, like --mesh=stage=2"
+_TEXT = "--data or --mixture with files of text"
+
+
+def _reads_files(config: RunConfig) -> bool:
+    """Return whether any text of the run comes from files, and not from a token store."""
+    from rmt_tpu.data.token_store import is_store
+
+    sources = [each.source for each in config.data.mixture] or [config.data.source]
+    return not all(map(is_store, sources))
+
+
 _CONDITIONS = [
     _Condition("train.microbatches", 0, _has_stages, _PIPELINE),
     _Condition("train.virtual_stages", 1, _has_stages, _PIPELINE),
@@ -67,6 +78,9 @@ _CONDITIONS = [
         lambda config: config.data.format != "completion",
         "the format text or messages",
     ),
+    _Condition("data.chat_template", None, _reads_files, _TEXT),
+    _Condition("data.text_field", None, _reads_files, _TEXT),
+    _Condition("data.eval_fraction", None, _reads_files, _TEXT),
 ]
 
 

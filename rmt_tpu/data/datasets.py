@@ -51,7 +51,7 @@ def load_datasets(config: RunConfig, tokenizer: data.Tokenizer) -> Datasets:
     Raises:
       UsageError: a file is missing or unreadable, the text is shorter than a window, the tokenizer
         has more tokens than the model, or a store is incomplete or was made with a different
-        tokenizer.
+        tokenizer or without the marks that the config's format needs.
       RunError: the manifest of a store is damaged.
     """
     if tokenizer.vocab_size > config.model.vocab_size:
@@ -82,6 +82,12 @@ def _load(config: RunConfig, tokenizer: data.Tokenizer, source: str) -> Datasets
     if data.is_store(source):
         store = data.open_store(source)
         store.check_tokenizer(tokenizer)
+        if config.data.format != "text" and not store.has_marks:
+            raise UsageError(
+                f"--format={config.data.format}: the token store --data={source} was prepared with "
+                "--format=text, so every token has a loss; legal: --format=text, or a store that "
+                f"was prepared with --format={config.data.format}"
+            )
         train, held_out = store.train, store.held_out
         if store.has_marks:
             bounds = {True: train.bounds(), False: held_out.bounds()}

@@ -1,9 +1,12 @@
 """A run refuses flags that would have no effect on it."""
 
+import dataclasses
+
 import pytest
 
 from recipes import common, effects
 from rmt_tpu.config import overrides
+from rmt_tpu.config.mixture import MixtureSource
 from rmt_tpu.config.presets import run
 from rmt_tpu.errors import UsageError
 
@@ -75,3 +78,19 @@ def test_values_that_ask_for_nothing_are_legal(monkeypatch):
     nothing = {"train.microbatches": 0, "train.virtual_stages": 1, "train.eval_tasks_every": 0}
     monkeypatch.setattr(common, "given_paths", lambda: dict.fromkeys(nothing, "--flag"))
     effects.check_effects(overrides.apply(run("rmt-tiny"), nothing))
+
+
+@pytest.mark.parametrize("path", ["data.eval_fraction", "data.text_field", "data.chat_template"])
+def test_what_reads_text_has_no_effect_on_a_store(path, tmp_path, monkeypatch):
+    store, text = tmp_path / "store", tmp_path / "a.txt"
+    store.mkdir()
+    (store / "manifest.json").write_text("{}")
+    monkeypatch.setattr(common, "given_paths", lambda: {path: "--flag"})
+    values = {"data.format": "messages", path: 0.3 if path == "data.eval_fraction" else "body"}
+    config = overrides.apply(run("rmt-tiny"), values | {"data.source": str(store)})
+    with pytest.raises(UsageError, match="--flag=.* has no effect .*; legal: .* files of text"):
+        effects.check_effects(config)
+    effects.check_effects(overrides.apply(config, {"data.source": str(text)}))
+    mixture = tuple(MixtureSource(str(source), 0.5) for source in (store, text))
+    mixed = dataclasses.replace(config.data, mixture=mixture)
+    effects.check_effects(dataclasses.replace(config, data=mixed))

@@ -259,6 +259,16 @@ def test_a_store_has_the_tokens_of_a_run_in_memory(kind, tmp_path):
             prepare(source, "byte", tmp_path / "store", workers=1, text_field="prompt")
 
 
+def test_a_store_of_plain_text_has_no_marks_for_another_format(tmp_path):
+    source = write(tmp_path / "a.jsonl", [{"text": f"{n} is a number"} for n in range(60)])
+    prepare(source, "byte", tmp_path / "store", workers=1, part_bytes=500, eval_fraction=0.2)
+    changes = {"data.source": str(tmp_path / "store"), "data.seq_len": 32, "model.vocab_size": 257}
+    config = overrides.apply(presets.run("rmt-tiny"), changes | {"train.batch_size": 2})
+    load_datasets(config, BYTE)
+    with pytest.raises(UsageError, match="--format=completion: .*prepared with --format=text"):
+        load_datasets(overrides.apply(config, {"data.format": "completion"}), BYTE)
+
+
 def test_tables_have_the_same_documents(tmp_path):
     import pyarrow
     import pyarrow.parquet
