@@ -1,6 +1,8 @@
 """Which checkpoints stay, and how the others go."""
 
 import json
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -9,6 +11,7 @@ import pytest
 from rmt_tpu.checkpoint import Checkpointer, Retention
 from rmt_tpu.errors import RunError, UsageError
 from rmt_tpu.storage import Fault
+from rmt_tpu.storage.local import LocalFolder
 from tests.rmt_tpu.checkpoint.checkpoints import (
     assert_same,
     attempt_of,
@@ -100,6 +103,29 @@ def test_only_the_last_steps_are_kept_and_nothing_of_the_others_remains(root):
     assert saver.steps() == [10, 11]
     assert sorted(path.name for path in root.iterdir()) == ["10", "11"]
     assert_same(saver.restore(small_tree(0), step=10)[1], small_tree(10))
+
+
+def test_folders_of_steps_are_listed_at_the_same_time(root, monkeypatch):
+    """And one after the other while the interpreter exits, when no thread can be started."""
+    for step in range(6):
+        (root / f"{step}").mkdir(parents=True)
+        (root / f"{step}/COMMIT").write_text("")
+    saver, all_at_once, names = Checkpointer(str(root)), threading.Barrier(6), LocalFolder.names
+
+    def listed(self, name=""):
+        if name:
+            all_at_once.wait(60)
+        return names(self, name)
+
+    monkeypatch.setattr(LocalFolder, "names", listed)
+    assert saver.steps() == list(range(6))
+
+    def refuse(*_):
+        raise RuntimeError("cannot schedule new futures after interpreter shutdown")
+
+    monkeypatch.setattr(LocalFolder, "names", names)
+    monkeypatch.setattr(ThreadPoolExecutor, "submit", refuse)
+    assert saver.steps() == list(range(6))
 
 
 def test_what_is_not_ours_is_neither_counted_nor_deleted(root):
