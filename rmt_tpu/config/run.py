@@ -112,8 +112,8 @@ class TrainConfig(Checked):
         outputs. In full_attention, block_attention and delta_attention, they are queries and
         similar parameters. In mudd, they are the second projections of the networks. In
         residual_scalars, they are the factors of the residual. They have no weight decay. None
-        keeps the factor of a resumed run. For a new run, None uses the rule in
-        `rmt_tpu.training.depth_rate`.
+        keeps the factor that a resumed run was given. Otherwise, None uses the rule in
+        `rmt_tpu.training.depth_rate` with the present learning rate and batch.
       freeze: patterns of paths of parameters that are not trained, such as `stacks/0/1/core/*`; a
         pattern with a leading `!` excludes its matches (see `rmt_tpu.training.freeze`).
       freeze_steps: number of initial steps during which these parameters are not trained; None
