@@ -389,6 +389,15 @@ class Dense(BankedSystem):
     dilation: Size = 1
     period: Size = 1
 
+    def check(self, model: Sizes) -> None:
+        """Raise UsageError if the model has too few layers for a sum with an earlier output."""
+        for name in ("dilation", "period"):
+            if (value := getattr(self, name)) > model.num_layers:
+                raise UsageError(
+                    f"Dense.{name}={value} is more than num_layers={model.num_layers}; "
+                    f"legal: 1 to {model.num_layers}"
+                )
+
     def plain_start(self, model: Sizes) -> PlainStart:
         """Return True: a new model equals the plain model, which sums all outputs.
 

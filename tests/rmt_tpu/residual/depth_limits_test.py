@@ -71,6 +71,8 @@ def test_a_taken_slice_gives_its_gradient_to_the_stack():
 @pytest.mark.parametrize(
     ("mixer", "message"),
     [
+        (cfg.Dense(period=4), "Dense.period=4 is more than num_layers=3; legal: 1 to 3"),
+        (cfg.Dense(dilation=4), "Dense.dilation=4 is more than num_layers=3; legal: 1 to 3"),
         (cfg.BlockAttention(num_blocks=5), "num_blocks=5 cannot divide 6 .* legal: 3 or 6"),
         (cfg.BlockAttention(sublayers_per_block=7), "per_block=7 .* 6 sublayers; legal: 1 to 6"),
         (cfg.BlockAttention(layers_per_block=4), "per_block=4 .* 3 layers; legal: 1 to 3"),
