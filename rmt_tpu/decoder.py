@@ -104,7 +104,6 @@ class Decoder(nnx.Module):
           TypeError: the tokens are not integers in an array.
           ValueError: the shape of the tokens is not [batch, seq].
         """
-        _check(tokens)
         features = self.features(tokens, segment_ids=segment_ids, positions=positions)
         return self.unembedding(features.z)
 
@@ -127,7 +126,11 @@ class Decoder(nnx.Module):
         a `schedule` of pipeline stages, z covers only this stage's share of the rows, and the
         scalars come only from this stage's cores. Use `pipelined.loss` for a pipelined loss with
         its gradient.
+
+        Raises:
+          TypeError, ValueError: see `__call__`.
         """
+        _check(tokens)
         context = cores.causal(tokens.shape[1], positions, segment_ids)
         context = context._replace(lengths=lengths)
         z, _, aux = self._run(tokens, context, None, schedule)
@@ -174,6 +177,7 @@ class Decoder(nnx.Module):
         Raises:
           TypeError, ValueError: see `__call__`.
         """
+        _check(tokens)
         context = cores.causal(tokens.shape[1], None, None)
         return self._read_prompt(tokens, context, lengths, cache)
 
@@ -195,11 +199,11 @@ class Decoder(nnx.Module):
         Raises:
           TypeError, ValueError: see `__call__`.
         """
+        _check(tokens)
         context = cores.cached(cache.length, tokens.shape[1])
         return self._read_prompt(tokens, context, lengths, cache)
 
     def _read_prompt(self, tokens, context, lengths, cache):
-        _check(tokens)
         after = lengths if context.start is None else context.start + lengths
         context = context._replace(lengths=lengths)
         z, caches, _ = self._run(tokens, context, cache.cores)

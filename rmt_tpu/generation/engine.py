@@ -101,6 +101,7 @@ class Engine:
       part: the maximum number of prompt tokens that are read at a time.
 
     Raises:
+      UsageError: there are no slots.
       MeshError: the slots cannot be divided over the devices of the batch axes, or the batch axes
         span devices of several processes.
     """
@@ -216,8 +217,10 @@ class Engine:
         """Queue a request and return its number, counted from 0; `step` reports its new tokens.
 
         Raises:
-          UsageError: the model has no embedding for a token of the prompt.
+          UsageError: the prompt has no token, or one for which the model has no embedding.
         """
+        if len(request.tokens) == 0:
+            raise UsageError("the prompt has no tokens; legal: 1 or more")
         check_tokens("the prompt", request.tokens, self.vocab_size)
         number, self.submitted = self.submitted, self.submitted + 1
         self.waiting[number] = request
@@ -408,7 +411,19 @@ def check_tokens(name: str, tokens: np.ndarray, vocab_size: int) -> None:
 
 
 def check_slots(name: str, slots: int, mesh: jax.sharding.Mesh | None) -> None:
-    """Raise MeshError unless the mesh can divide `slots` rows; `name` is the flag or argument."""
+    """Check that there are slots, and that the mesh can divide them as rows of a batch.
+
+    Args:
+      name: the flag or the argument that sets the number of slots.
+      slots: the number of slots.
+      mesh: the mesh, or None.
+
+    Raises:
+      UsageError: there are no slots.
+      MeshError: the mesh cannot divide them.
+    """
+    if slots < 1:
+        raise UsageError(f"{name}={slots} is out of range; legal: 1 or more")
     if mesh is not None:
         sharding.check_divides(mesh, name, slots, "batch", rules=sharding.CACHE_RULES)
 

@@ -4,6 +4,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
+
 from rmt_tpu import config as cfg
 from rmt_tpu.data import Tokenizer
 from rmt_tpu.data.tokenizer import Tokens
@@ -180,6 +182,6 @@ def _texts(tokenizer: Tokenizer) -> dict[str, Any]:
 
 def _request(decoder, tokenizer, prompt, sampling) -> Request:
     is_text = isinstance(prompt, str)
-    tokens = tokenizer.with_bos(tokenizer.encode(prompt)) if is_text else prompt
+    tokens = tokenizer.with_bos(tokenizer.encode(prompt)) if is_text else np.asarray(prompt)
     room = fitting_tokens(decoder.config, len(tokens), sampling.max_tokens)
     return Request(tokens, replace(sampling, max_tokens=room))

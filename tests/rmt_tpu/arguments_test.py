@@ -45,12 +45,18 @@ def test_a_decoder_takes_a_config_and_streams_of_random_numbers(config, rngs, me
     ],
     ids=["list", "float", "one axis"],
 )
-def test_tokens_are_integers_of_two_axes(tokens, error, message):
+def test_tokens_are_integers_of_two_axes(tokens, error, message, unannotated):
     decoder = models.decoder(models.model())
-    # Without the types that only tests check.
-    for method in (Decoder.__call__, partial(inspect.unwrap(Decoder.decode), cache=None)):
+    lengths, cache = np.ones(1, np.int32), decoder.empty_cache(1, 4)
+    for use in (
+        decoder,
+        decoder.features,
+        partial(decoder.decode, cache=cache),
+        partial(decoder.prefill, lengths=lengths, cache=cache),
+        partial(decoder.extend, lengths=lengths, cache=cache),
+    ):
         with pytest.raises(error, match=f"^tokens {message}"):
-            inspect.unwrap(method)(decoder, tokens)
+            use(tokens)
 
 
 @pytest.mark.parametrize("folder", [None, 3, b"runs/a"])

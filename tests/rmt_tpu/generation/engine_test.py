@@ -11,6 +11,7 @@ from flax import nnx
 
 from rmt_tpu import config as cfg
 from rmt_tpu.data import Batch, ByteTokenizer
+from rmt_tpu.errors import UsageError
 from rmt_tpu.generation import RANKS, Engine, Request, Sampling, programs
 from rmt_tpu.generation.programs import ModelSpec
 from rmt_tpu.training.step import batch_loss
@@ -96,6 +97,14 @@ def test_rows_on_devices_of_other_processes_are_refused(decoder, monkeypatch):
 
 
 @pytest.mark.slow
+def test_a_prompt_has_tokens_and_an_engine_has_slots(decoder, two):
+    with pytest.raises(UsageError, match="the prompt has no tokens; legal: 1 or more"):
+        two.submit(Request(np.zeros(0, np.int32), Sampling()))
+    assert not two.open_requests
+    with pytest.raises(UsageError, match="slots=0 is out of range; legal: 1 or more"):
+        Engine(decoder, 0, slots=0)
+
+
 def test_what_goes_wrong_is_gone(two, monkeypatch):
     two.submit(request("ab", 9))
     two.step()

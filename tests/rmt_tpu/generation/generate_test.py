@@ -213,6 +213,10 @@ def test_many_at_a_time_are_each_alone(rotated):
         for slots in (1, 4)
     )
     assert alone.keys() == together.keys() == set(range(9))
+    # A prompt may be its tokens, in a list, too.
+    tokens = ByteTokenizer().with_bos(ByteTokenizer().encode("abcdef")).tolist()
+    (listed,) = complete(rotated, ByteTokenizer(), [(tokens, list(prompts())[2][1])], slots=1)
+    assert listed.tokens == alone[2].tokens
     for n, one in alone.items():
         assert one.tokens == together[n].tokens and one.finish == together[n].finish
         assert 0 < len(one.tokens) <= 3 + 5 * (n % 4)
