@@ -15,8 +15,8 @@ from rmt_tpu.layers import activations, choices
 from rmt_tpu.layers.data_vectors import Read, concatenate, separate
 from rmt_tpu.layers.norm import normalize
 from rmt_tpu.layers.parameters import Seed, bias, gain, parameter
-from rmt_tpu.layers.products import times
-from rmt_tpu.layers.stacks import isolate
+from rmt_tpu.layers.products import times, times_each
+from rmt_tpu.layers.stacks import in_rows, isolate
 
 
 class FeedForward(Core):
@@ -98,35 +98,43 @@ class FeedForward(Core):
         # Without this, XLA fuses the two matrix products and the slicing of their weights into one
         # instruction. With many tokens, this instruction takes a fifth longer than two products.
         sequential = choices.products_in_turn(target(), self.vectors, z.shape[1]).value
-        first = functools.partial(times, gathered=-2, isolated=sequential)
+        rows = choices.kept_in_rows(target(), self.vectors).value
+        first = functools.partial(times, gathered=-2, isolated=sequential, rows=rows)
         second = functools.partial(times, gathered=-1, isolated=sequential)
         x = concatenate(z)
         if self.hidden_gain is None:
             # Each device computes some hidden neurons for the tokens of all devices along the mesh
             # axis `tensor`. The partial results of W_2 are summed, and each device gets the sums
             # for its own tokens.
-            product = first(sharding.gather(x, "tensor", axis=1), self.w_1)
-            hidden = self._activate(self._plus_bias(product, self.b_1))
+            x = sharding.gather(x, "tensor", axis=1)
+            if rows and self.core.gated:
+                parts = times_each(x, self.w_1, gathered=-2)
+                biases = (None, None) if self.b_1 is None else self.b_1[...]
+                hidden = activations.gated(self.core, *map(_plus_bias, parts, biases))
+            else:
+                hidden = self._activate(_plus_bias(first(x, self.w_1), self.b_1))
+            hidden = in_rows(hidden) if rows else hidden
             hidden = isolate(hidden) if sequential else hidden
             return self._output(sharding.scatter_sum(second(hidden, self.w_2), "tensor", axis=1))
         norm = {"norm": self.norm, "epsilon": self.epsilon}
-        product = self._plus_bias(first(x, self.w_1), self.b_1)
+        product = _plus_bias(first(x, self.w_1), self.b_1)
         hidden = normalize(product, self.hidden_gain[...], **norm, dtype=z.dtype)
         return self._output(second(self._activate(hidden), self.w_2))
 
     def _output(self, y):
         """Return the output with its bias and its norm, for this device's tokens."""
-        y = self._plus_bias(y, self.b_2)
+        y = _plus_bias(y, self.b_2)
         if self.output_gain is None:
             return y
         norm = {"norm": self.norm, "epsilon": self.epsilon, "dtype": y.dtype}
         return normalize(y, self.output_gain[...], **norm)
-
-    def _plus_bias(self, x, bias):
-        return x if bias is None else x + bias[...].reshape(-1).astype(x.dtype)
 
     def _activate(self, hidden):
         if not self.core.gated:
             return activations.plain(self.core, hidden)
         gate, up = jnp.split(hidden, 2, axis=-1)
         return activations.gated(self.core, gate, up)
+
+
+def _plus_bias(x, bias):
+    return x if bias is None else x + bias[...].reshape(-1).astype(x.dtype)

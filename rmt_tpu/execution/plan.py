@@ -31,6 +31,7 @@ class ExecutionPlan(NamedTuple):
       outputs_in_place: whether sublayers write their outputs directly into a stack of outputs; None
         without such stacks.
       products_in_turn: whether a feed-forward layer's two products run as separate instructions.
+      kept_in_rows: whether values kept for the backward pass have their last axis innermost.
       rereads_rebuilt: whether the kernel that rebuilds the residual also reads it; None if no
         residual is rebuilt.
       padded_width: the width of a vector in a bank, including padding; None without a bank of
@@ -43,6 +44,7 @@ class ExecutionPlan(NamedTuple):
     residual_dtype: Choice
     outputs_in_place: Choice | None
     products_in_turn: Choice
+    kept_in_rows: Choice
     rereads_rebuilt: Choice | None
     padded_width: Choice | None
     decode_kernels: Choice
@@ -84,6 +86,7 @@ def plan_of(config: RunConfig, mesh: jax.sharding.Mesh) -> ExecutionPlan:
         residual_dtype=Choice(model.store.dtype, _dtype_reason(config, schedule)),
         outputs_in_place=in_place,
         products_in_turn=choices.products_in_turn(target, model.data_shape[0], own_tokens),
+        kept_in_rows=choices.kept_in_rows(target, model.data_shape[0]),
         rereads_rebuilt=rereads,
         padded_width=padded,
         decode_kernels=_decode_kernels(model, target, mesh),

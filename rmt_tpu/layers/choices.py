@@ -65,6 +65,23 @@ def products_in_turn(target: Target, vectors: int, tokens: int) -> Choice:
     return Choice(True, "one instruction for both products takes a fifth longer with tokens last")
 
 
+def kept_in_rows(target: Target, vectors: int) -> Choice:
+    """Choose whether the values kept for the backward pass have their last axis innermost.
+
+    This concerns the residual and the products of feed-forward layers. The two products of a gated
+    layer are then kept apart: XLA copies a slice of their joined stack before it takes the parts.
+
+    Args:
+      target: the device that the program is compiled for.
+      vectors: the number of data vectors per token that a layer reads.
+    """
+    if not target.on_tpu:
+        return Choice(False, "only XLA for TPUs is known to choose another layout")
+    if vectors > 1:
+        return Choice(False, "a residual matrix is read with tokens innermost")
+    return Choice(True, "XLA would choose the layout of attention, and copy slices of stacks")
+
+
 def rereads_rebuilt(target: Target, residual_bytes: int) -> Choice:
     """Choose whether the kernel that rebuilds a residual also reads it for the preceding sublayer.
 

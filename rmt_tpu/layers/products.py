@@ -6,6 +6,7 @@ lists the names of these weights in its class attribute `MULTIPLIED`. When decod
 layer's index. A kernel can then read the layer's weights without a copy.
 """
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
@@ -16,7 +17,7 @@ import sharding
 from pallas_kernels import StackSlice
 from pallas_kernels.target import target
 from rmt_tpu.layers import choices
-from rmt_tpu.layers.stacks import Index, isolate
+from rmt_tpu.layers.stacks import Index, in_rows, isolate
 
 
 def times(
@@ -24,6 +25,7 @@ def times(
     *weights: nnx.Param | Array,
     gathered: int,
     isolated: bool = False,
+    rows: bool = False,
 ) -> Float[Array, "*tokens N"]:
     """Return `x @ W`, where W joins all weights along their last axis.
 
@@ -35,6 +37,7 @@ def times(
         a `StackSlice`.
       gathered: the axis of a matrix that the mesh axis `fsdp` shards: -2 for K and -1 for N.
       isolated: whether to keep XLA from fusing the slicing of weights into the product.
+      rows: whether a product that is kept has its last axis innermost; see `stacks.in_rows`.
     """
     values = [w.get_value() if isinstance(w, nnx.Variable) else w for w in weights]
     if isinstance(values[0], StackSlice):
@@ -45,7 +48,40 @@ def times(
     matrices = [m for w in values for m in (w if w.ndim > 2 else [w])]
     joined = jnp.concatenate(matrices, axis=-1) if len(matrices) > 1 else matrices[0]
     product = jnp.dot(x, isolate(joined) if isolated else joined)
-    return checkpoint_name(product, "product")
+    return checkpoint_name(in_rows(product) if rows else product, "product")
+
+
+def times_each(
+    x: Float[Array, "*tokens K"], weights: nnx.Param | Array, *, gathered: int
+) -> tuple[Float[Array, "*tokens N"], ...]:
+    """Return `x @ W` for each of P matrices W [P, K, N].
+
+    Each product is kept by itself, in rows. The backward pass is that of `times`: the gradient of x
+    is one product, and the gradient of all matrices another. The arguments are those of `times`.
+    """
+    w = weights.get_value() if isinstance(weights, nnx.Variable) else weights
+    if isinstance(w, StackSlice):
+        return tuple(jnp.split(times(x, weights, gathered=gathered), w.shape[0], axis=-1))
+    w = sharding.gather(w.astype(x.dtype), "fsdp", axis=w.ndim + gathered)
+    return tuple(checkpoint_name(in_rows(product), "product") for product in _each(x, w))
+
+
+@jax.custom_vjp
+def _each(x, w):
+    return tuple(jnp.dot(x, matrix) for matrix in w)
+
+
+def _each_forward(x, w):
+    return _each(x, w), (x, w)
+
+
+def _each_backward(residuals, d_products):
+    joined = lambda x, w: jnp.dot(x, jnp.concatenate([*w], axis=-1))
+    _, pull_back = jax.vjp(joined, *residuals)
+    return pull_back(jnp.concatenate(d_products, axis=-1))
+
+
+_each.defvjp(_each_forward, _each_backward)
 
 
 def _as_stacks(weight: StackSlice) -> Float[Array, "L P K N"]:

@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.experimental.layout import Layout, with_layout_constraint
 from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels.platform import vary_alike
@@ -63,6 +64,22 @@ def isolate(x: Array) -> Array:
 @isolate.defjvp
 def _isolate_jvp(primals, tangents):
     return *primals, *tangents
+
+
+@jax.custom_jvp
+def in_rows(x: Array) -> Array:
+    """Return x; under differentiation it is stored with its last axis innermost.
+
+    The kernels of attention read arrays whose innermost axis is tokens. XLA may choose this layout
+    for other values that a scan stacks for its backward pass, and then copies the slices.
+    """
+    return x
+
+
+@in_rows.defjvp
+def _in_rows_jvp(primals, tangents):
+    (x,) = primals
+    return with_layout_constraint(x, Layout(tuple(range(x.ndim)))), *tangents
 
 
 def empty_like(stacks: Any) -> Any:

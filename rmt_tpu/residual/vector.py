@@ -16,12 +16,14 @@ from jaxtyping import Array, Bool, DTypeLike, Float
 
 import pallas_kernels
 import sharding
+from pallas_kernels.target import target
 from rmt_tpu import config as cfg
+from rmt_tpu.layers import choices
 from rmt_tpu.layers.data_vectors import HeadsLayout, Read
 from rmt_tpu.layers.norm import normalize
 from rmt_tpu.layers.parameters import Seed, bias, gain, parameter, storage_scale
 from rmt_tpu.layers.products import times
-from rmt_tpu.layers.stacks import Index
+from rmt_tpu.layers.stacks import Index, in_rows
 from rmt_tpu.residual.place import Place
 from rmt_tpu.residual.whole_tiles import tiles
 
@@ -145,7 +147,10 @@ class Store(nnx.Module):
         h is the residual.
         """
         term = self.tiles.pad(self.write_term(y, writer).astype(residual.dtype))
-        return checkpoint_name(residual + term, "residual")
+        written = residual + term
+        if choices.kept_in_rows(target(), 1).value:
+            written = in_rows(written)
+        return checkpoint_name(written, "residual")
 
     def write_term(
         self,

@@ -42,6 +42,7 @@ def test_an_rmt(topology, in_place):
         "residual_dtype": "int16",
         "outputs_in_place": in_place,
         "products_in_turn": True,
+        "kept_in_rows": False,
         "rereads_rebuilt": topology == "tpu7x:2x2x1",
         "padded_width": None,
         "decode_kernels": True,
@@ -60,6 +61,12 @@ def test_attention_over_depth():
     plain = plan("gpt2-tiny")
     assert values(plain)["schedule"] == "scanned" and plain.padded_width is None
     assert "rereads rebuilt" not in plain.lines()
+
+
+def test_what_is_kept_is_in_rows_for_vectors_on_tpus():
+    assert plan("gpt2-tiny", "v5e:2x2").kept_in_rows.value
+    assert not plan("gpt2-tiny").kept_in_rows.value
+    assert "tokens innermost" in plan("rmt-tiny", "v5e:2x2").kept_in_rows.reason
 
 
 def test_only_axes_that_divide_tokens_make_products_few():

@@ -10,6 +10,7 @@ from pallas_kernels.platform import collecting_calls, interpreting
 from pallas_kernels.target import Target, lowering_for
 from rmt_tpu import config as cfg
 from rmt_tpu.layers import choices
+from rmt_tpu.layers.products import times, times_each
 from tests import models
 from tests.rmt_tpu.residual import checks
 
@@ -53,6 +54,26 @@ def test_steps_for_other_devices_slice_weights():
     assert "stacked_product" not in traced()
     with lowering_for(TPU):
         assert "stacked_product" in traced()
+
+
+def test_products_kept_apart_have_the_gradients_of_one():
+    draw = np.random.default_rng(0).standard_normal
+    x, w, weights = draw((3, 5, 6)), draw((2, 6, 7)), draw((2, 3, 5, 7))
+
+    def loss(x, w, multiply):
+        gate, up = multiply(x, w)
+        return jnp.sum(jnp.sin(gate) * weights[0] + up * gate * weights[1])
+
+    apart = lambda x, w: times_each(x, w, gathered=-2)
+    joined = lambda x, w: jnp.split(times(x, w, gathered=-2), 2, axis=-1)
+    with jax.enable_x64(True):
+        (value, found), (expected_value, expected) = (
+            jax.value_and_grad(lambda x, w, f=f: loss(x, w, f), (0, 1))(x, w)
+            for f in (apart, joined)
+        )
+        np.testing.assert_allclose(value, expected_value, rtol=1e-14)
+        for one, other in zip(found, expected, strict=True):
+            np.testing.assert_allclose(one, other, rtol=0, atol=1e-13)
 
 
 def test_weights_are_read_in_stacks_where_the_kernel_serves():

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import math
 import re
 
 import jax
@@ -23,6 +24,7 @@ from rmt_tpu.config import (
     Rope,
     RunConfig,
     Stack,
+    overrides,
 )
 from rmt_tpu.config.presets import run
 from rmt_tpu.data import Batch
@@ -175,6 +177,20 @@ def test_nothing_moves_between_the_residuals_kernels_and_attention(topology, seq
     for slots in (layers, layers + 1):
         of_stacks = moves(loops, slots * tokens * heads * size)
         assert [line for line in of_stacks if f"[{slots}," in line] == []
+
+
+@pytest.mark.parametrize("preset", later("llama-tiny", "gpt2-tiny"))
+def test_products_that_are_kept_are_not_copied(preset):
+    """Those of feed-forward layers and the residuals are in rows, and read where they are."""
+    sizes = {"model.store.dim": 256, "model.feed_forward.hidden_dim": 640, "data.seq_len": 512}
+    config = overrides.apply(config_of(preset, batch_size=8, remat="dots"), sizes)
+    _, step = compiled(config)
+    module = Module(step.as_text())
+    loops = [ran.instruction for ran in module.run() if ran.times > 1]
+    kept = {8 * 512 * width for width in (640, 2 * 640)}
+    elements = lambda instruction: {math.prod(array.shape) for array in instruction.arrays}
+    moved = [i.name for i in loops if module.moves_only(i) and elements(i) & kept]
+    assert loops and moved == []
 
 
 def options_for(topology, *, whole=False):
