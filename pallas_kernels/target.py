@@ -29,6 +29,8 @@ class Chip(NamedTuple):
       vmem: bytes of VMEM per TPU core.
       cores: the number of TPU cores that share a program's work.
       unit: the number of rows in a TPU's matrix unit.
+      hbm: the bytes of a TPU's HBM that programs can use, according to libtpu's error when they run
+        out; 0 if they are not known.
     """
 
     peak_flops: float
@@ -37,15 +39,17 @@ class Chip(NamedTuple):
     vmem: int = 0
     cores: int = 1
     unit: int = 0
+    hbm: int = 0
 
 
+_MIB = 2**20
 # Maps the start of a device kind's slug (see `slug`) to the device's specifications.
 CHIPS = {
     "tpu_v4": Chip(275e12, 1228e9, 1.05e9, 2**24, 2, 128),
-    "tpu_v5_lite": Chip(197e12, 819e9, 1.5e9, 2**27, 1, 128),
-    "tpu_v5": Chip(459e12, 2765e9, 1.75e9, 2**26, 2, 128),
-    "tpu_v6_lite": Chip(918e12, 1640e9, 1.75e9, 2**27, 1, 256),
-    "tpu7x": Chip(1153.5e12, 3690e9, 2.2e9, 2**26, 1, 256),
+    "tpu_v5_lite": Chip(197e12, 819e9, 1.5e9, 2**27, 1, 128, 16128 * _MIB),
+    "tpu_v5": Chip(459e12, 2765e9, 1.75e9, 2**26, 2, 128, int(95.74 * 2**30)),
+    "tpu_v6_lite": Chip(918e12, 1640e9, 1.75e9, 2**27, 1, 256, 32000 * _MIB),
+    "tpu7x": Chip(1153.5e12, 3690e9, 2.2e9, 2**26, 1, 256, 97024 * _MIB),
     "nvidia_a100": Chip(312e12, 2039e9),
     "nvidia_a100-sxm4-40gb": Chip(312e12, 1555e9),
     "nvidia_a100-pcie-40gb": Chip(312e12, 1555e9),

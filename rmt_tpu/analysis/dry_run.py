@@ -10,6 +10,7 @@ from rmt_tpu.runs import workdir
 from rmt_tpu.storage import Folder
 from rmt_tpu.training import depth_rate, freeze, memory_check
 from rmt_tpu.training.evaluation import TaskMetrics
+from rmt_tpu.training.remat_choice import Devices, products_fit
 from rmt_tpu.training.run import prepare, resolve_auto
 from rmt_tpu.training.start import read_text, warm_start_of
 
@@ -39,7 +40,7 @@ def dry_run(
     Raises:
       UsageError, MeshError: `train` would refuse the run.
     """
-    config = resolve_auto(config, workdir.resume_overrides(folder))
+    config = resolve_auto(config, workdir.resume_overrides(folder), Devices.here())
     run = prepare(config, sharding.make_mesh(config.train.mesh))
     tokenizer = data.load_tokenizer(config.data.tokenizer)
     datasets = read_text(config, folder, tokenizer, warm_start_of(config, folder))
@@ -59,6 +60,8 @@ def dry_run(
         f"{config.data.seq_len}; {_amount_of_data(config, datasets.train)}",
     }
     lines |= plan_of(config, run.mesh).lines()
+    if (fits := products_fit(config, Devices.here())) is not None:
+        lines["products fit"] = f"{'yes' if fits.value else 'no'}: {fits.reason}"
     if description := depth_rate.describe(config):
         lines["rates over depth"] = f"{description} (--set=train.depth_rate)"
     if description := freeze.describe(config.train, run.abstract.params):

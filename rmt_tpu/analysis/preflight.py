@@ -47,6 +47,7 @@ from rmt_tpu.estimator import (
     compile_jobs,
     seconds_on_links,
 )
+from rmt_tpu.training.remat_choice import Devices
 from rmt_tpu.training.run import resolve_auto
 
 # The kinds of memory use: arguments, buffers that exist only during a step, and the program's code.
@@ -296,7 +297,9 @@ def preflight(
     if prompt is None:
         # Only remat is resolved here. The residual's dtype stays "auto", so that the advice can try
         # another remat, which may need another dtype.
-        config = overrides.apply(config, {"model.remat": resolve_auto(config).model.remat})
+        devices = Devices(target.kind, math.prod(target.shape) * target.slices)
+        remat = resolve_auto(config, devices=devices).model.remat
+        config = overrides.apply(config, {"model.remat": remat})
     arguments, lower = {"config": overrides.to_json(config)}, f"{__name__}:lower_run"
     if prompt is not None:
         arguments, lower = (

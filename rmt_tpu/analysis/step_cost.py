@@ -38,6 +38,7 @@ from rmt_tpu.estimator import (
     work_of,
 )
 from rmt_tpu.estimator.hlo import Bytes, Executed, Instruction
+from rmt_tpu.training.remat_choice import Devices
 from rmt_tpu.training.run import prepare, resolve_auto
 
 PARTS = (
@@ -208,8 +209,11 @@ class TrainStep:
     seq_len: int = 512
     changes: dict[str, Any] = dataclasses.field(default_factory=dict)
 
-    def config(self) -> RunConfig:
+    def config(self, kind: str = "") -> RunConfig:
         """Return the run's config, with "auto" values resolved for one accelerator device.
+
+        Args:
+          kind: JAX's name for the kind of the device; "" if it does not matter.
 
         Raises:
           UsageError: the preset or a change is not legal.
@@ -220,7 +224,8 @@ class TrainStep:
             "model.compute_dtype": "bfloat16",
             "train.mesh": "data=1",
         }
-        return resolve_auto(overrides.apply(run(self.preset), changes | self.changes))
+        config = overrides.apply(run(self.preset), changes | self.changes)
+        return resolve_auto(config, devices=Devices(kind, 1) if kind else None)
 
 
 def sizes(configs: Sequence[RunConfig]) -> str:
@@ -245,7 +250,7 @@ def step_costs(
       CompilerError: there is no compiler.
       RunError: a step does not compile; the message states the reason.
     """
-    configs = [step.config() for step in steps]
+    configs = [step.config(target.kind) for step in steps]
     jobs = [Job(f"{__name__}:lower_step", dataclasses.asdict(step)) for step in steps]
     costs = []
     with contextlib.closing(compile_jobs(target, jobs, progress, buffers=True)) as compiled:
@@ -276,7 +281,7 @@ def lower_step(device: jax.Device, **step: Any) -> jax.stages.Lowered:
       device: a device of a topology description.
       **step: the fields of a `TrainStep`.
     """
-    return lower_config(TrainStep(**step).config(), [device])
+    return lower_config(TrainStep(**step).config(device.device_kind), [device])
 
 
 def lower_config(config: RunConfig, devices: Sequence[jax.Device]) -> jax.stages.Lowered:

@@ -67,7 +67,7 @@ def time_step(step: TrainStep, log: Callable[[str], None] = lambda line: None) -
       UsageError: the preset or a change is not legal.
       MeshError: a size is not divisible by the number of devices that it is sharded over.
     """
-    config = step.config()
+    config = step.config(jax.devices()[0].device_kind)
     run = prepare(config, sharding.make_mesh(config.train.mesh, jax.devices()[:1]))
     with _checked(config, run, log):
         state = run.jitted_init()()

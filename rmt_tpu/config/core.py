@@ -78,6 +78,11 @@ class Computes(Checked):
         """The softmax attention of the core, or None if the core has no such attention."""
         return None
 
+    @property
+    def kept_numbers(self) -> int | None:
+        """The numbers per token that remat "dots" keeps in the core; None if this is not known."""
+        return None
+
     def sharing_heads(self, devices: int) -> "Computes":
         """Return an equivalent core whose key and value heads can be sharded over `devices`.
 

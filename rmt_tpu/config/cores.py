@@ -110,6 +110,13 @@ class Attention(Heads):
         return Softmax(*sizes, alibi, self.window, self.logit_cap)
 
     @property
+    def kept_numbers(self) -> int | None:
+        """Queries, keys, values and outputs, and a float32 log-sum for each head."""
+        if self.query_key_norm or self.output_gate or self.projects:
+            return None
+        return (sum(self.qkv_heads) + self.num_heads) * self.head_dim + 2 * self.num_heads
+
+    @property
     def qkv_heads(self) -> tuple[int, int, int]:
         """Number of query heads, of key heads and of value heads."""
         return self.num_heads, self.kv_heads, self.kv_heads
@@ -200,6 +207,11 @@ class FeedForward(Computes):
     def __post_init__(self):
         super().__post_init__()
         check_situ(self)
+
+    @property
+    def kept_numbers(self) -> int | None:
+        """The product with W_1."""
+        return (1 + self.gated) * self.hidden_dim if self.normed == "input" else None
 
     @property
     def gated(self) -> bool:

@@ -90,5 +90,5 @@ class BankedSystem(System):
     """A base class for mixers that keep earlier outputs in a bank."""
 
     on_matrix: ClassVar[bool] = True
-    remats: ClassVar[tuple[str, ...]] = ("full", "blocks")
+    remats: ClassVar[tuple[str, ...]] = ("dots", "full", "blocks")
     banked: ClassVar[bool] = True

@@ -107,11 +107,13 @@ class ModelConfig(Checked):
         and the products with weights in attention and feed-forward layers ("dots"). "reversible"
         (only for a matrix store) keeps the outputs of sublayers and rebuilds the residual from
         them, so that memory does not grow with `key_dim`. Attention over depth, DenseFormer and
-        MUDD have only "full" and "blocks". "full" also keeps the bank of earlier outputs and the
-        running sum before each layer. "blocks" keeps only the bank, and runs the forward pass
-        twice. For Block Attention Residuals on a matrix store, "full" keeps the outputs of
-        sublayers, which are smaller than the block sums, and sums them again. "auto" is
-        "reversible" for training an RMT without pipeline stages, and otherwise "full".
+        MUDD have only "dots", "full" and "blocks". The first two also keep the bank of earlier
+        outputs and the running sum before each layer. "blocks" keeps only the bank, and runs the
+        forward pass twice. For Block Attention Residuals on a matrix store, "full" and "dots" keep
+        the outputs of sublayers, which are smaller than the block sums, and sum them again. "auto"
+        is "reversible" for training an RMT without pipeline stages. For a residual vector, plain or
+        with a bank, on TPUs whose memory suffices, it is "dots" (see `training.remat_choice`), and
+        otherwise "full".
       kernels: how operations are computed on TPUs and GPUs. "auto" uses kernels on a TPU. On a GPU
         it uses cuDNN's attention, the kernel of grouped matrix products, and the kernels in a table
         of measured times. "xla" is plain JAX. "pallas" uses all kernels. "mosaic_gpu" is like

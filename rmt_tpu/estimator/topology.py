@@ -125,7 +125,6 @@ _MATRIX_128 = MatrixUnit(size=128, units=4, rows16=16, rows8_float32=8)
 # then exceed their measured time (docs/benchmarks/estimates.md).
 _MATRIX_256 = MatrixUnit(size=256, units=2, rows16=8, rows8_float32=4)
 _MIB = 2**20
-_GIB = 2**30
 _SIDE = 16  # The largest side of a topology with two dimensions; libtpu aborts on a v5e with more.
 _HOST = 4  # The number of chips per host, which libtpu needs for topologies with fewer chips.
 
@@ -135,7 +134,7 @@ def _tpu(name: str, topology: str, accelerator_type: str, kind: str, **others: A
     chip = chip_of(kind)
     return Target(
         name, topology, accelerator_type, chip.cores, chip.clock, chip.bandwidth, chip.vmem,
-        _MATRIX_128 if chip.unit == 128 else _MATRIX_256, kind=kind, **others,
+        _MATRIX_128 if chip.unit == 128 else _MATRIX_256, kind=kind, hbm=chip.hbm, **others,
     )  # fmt: skip
 
 
@@ -179,17 +178,17 @@ TARGETS = {
     for t in (
         _tpu(
             "v5e", "v5e:2x2", "v5litepod-4", "TPU v5 lite",
-            hbm=16128 * _MIB, interconnect=200e9, max_chips=256, dcn=25e9 / 8,
+            interconnect=200e9, max_chips=256, dcn=25e9 / 8,
             grouped=0.72,
         ),
         _tpu(
             "v5p", "v5p:2x2x1", "v5p-8", "TPU v5",
-            hbm=int(95.74 * _GIB), interconnect=600e9, max_chips=6144, dcn=50e9 / 8,
+            interconnect=600e9, max_chips=6144, dcn=50e9 / 8,
             grouped=0.38,
         ),
         _tpu(
             "v6e", "v6e:2x2", "v6e-4", "TPU v6 lite",
-            hbm=32000 * _MIB, interconnect=400e9, max_chips=256, dcn=100e9 / 8,
+            interconnect=400e9, max_chips=256, dcn=100e9 / 8,
             grouped=0.45,
         ),
     )
@@ -203,7 +202,7 @@ DEVICES = TARGETS | {
     for t in (
         _tpu(
             "tpu7x", "tpu7x:2x2x1", "tpu7x-8", "TPU7x",
-            hbm=97024 * _MIB, interconnect=300e9, max_chips=9216, dcn=50e9 / 8, grouped=0.43,
+            interconnect=300e9, max_chips=9216, dcn=50e9 / 8, grouped=0.43,
             assumed="the matrix units of v6e, at the clock that gives the published peak",
         ),
         _gpu("a100", "NVIDIA A100-SXM4-80GB", "8.0", 80 * 10**9),

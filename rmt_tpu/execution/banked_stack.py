@@ -85,7 +85,9 @@ class StackRunner:
         self.group = self.grouping.layers
         closed = self.mixer.keeps_sum and self.grouping.closed
         reversible = isinstance(store, ReversibleStore)
-        self.saves_outputs = closed and config.remat == "full" and reversible
+        # The names of the values that each layer keeps; None if layers keep nothing.
+        self.kept = SAVED.get(config.remat)
+        self.saves_outputs = closed and self.kept is not None and reversible
 
     @property
     def end_row(self) -> int:
@@ -127,7 +129,7 @@ class StackRunner:
             empty = lambda count: jax.lax.empty((count, *current.shape), current.dtype)
             if self.saves_outputs:
                 saved = SavedStack(outputs=self._empty_outputs(current))
-            elif self.config.remat == "full":
+            elif self.kept is not None:
                 saved = SavedStack(layer_sums=empty(self.repeat))
             elif self.grouping.open:
                 saved = SavedStack(group_sums=empty(-(-self.repeat // self.group)))
@@ -283,8 +285,8 @@ class StackRunner:
                 write = RunAndSaveCore(self.store, context, saved.outputs, index)
             in_stack = caches is not None and read_in_stacks(current)
             layer_arrays = _layer_arrays(arrays, index, in_stack=in_stack)
-            if keep and self.config.remat == "full" and saved.outputs is None:
-                run = recomputed(self._layer_of(write, group, offset), SAVED["full"])
+            if keep and self.kept is not None and saved.outputs is None:
+                run = recomputed(self._layer_of(write, group, offset), self.kept)
                 arguments = layer_arrays, group.prior, rows, current, aux
                 (_, rows, current, aux), pull_back = jax.vjp(run, *arguments)
                 # The backward pass has the arguments.

@@ -28,6 +28,7 @@ from rmt_tpu.training.copies import Copies, copied_paths, leaves_by_path, make_c
 from rmt_tpu.training.freeze import freeze_of
 from rmt_tpu.training.loss import Loss
 from rmt_tpu.training.optimizer import make_optimizer
+from rmt_tpu.training.remat_choice import Devices, products_fit
 from rmt_tpu.training.step import (
     TrainState,
     add_up_parts,
@@ -89,13 +90,16 @@ class PreparedRun(NamedTuple):
 
 
 def resolve_auto(
-    config: RunConfig, resume_overrides: Mapping[str, Any] = MappingProxyType({})
+    config: RunConfig,
+    resume_overrides: Mapping[str, Any] = MappingProxyType({}),
+    devices: Devices | None = None,
 ) -> RunConfig:
     """Return `config` with each "auto" in the model replaced by the choice for this platform.
 
     The default remat of an RMT is "reversible". It takes less time than the alternatives on TPUs
     (by estimate) and CPUs, and less memory on all platforms. It is not available with pipeline
-    stages or a bfloat16 residual.
+    stages or a bfloat16 residual. The default of a plain model is "dots" on TPUs with enough memory
+    (see `remat_choice`), and "full" otherwise.
 
     Args:
       config: the run's config.
@@ -104,6 +108,7 @@ def resolve_auto(
         int16. Its `depth_rate` is used if the config has none. What it has set in `START_FIELDS`
         replaces the values of the config. A value that it has not set stays, so that
         `workdir.check_workdir` sees the difference.
+      devices: the devices that the run trains on; None if they are not known.
 
     Raises:
       UsageError: a dtype is float64 without JAX_ENABLE_X64, and jax would silently use float32.
@@ -120,6 +125,7 @@ def resolve_auto(
             )
     dtype = compute_dtype(model.compute_dtype).name
     stages = sharding.parse_mesh(config.train.mesh).get("stage", 1)
+    asked = model.remat
     model = dataclasses.replace(
         model, compute_dtype=dtype, remat=_remat(model, stages, resume_overrides)
     )
@@ -138,7 +144,14 @@ def resolve_auto(
     if config.train.depth_rate is None:
         began["depth_rate"] = resume_overrides.get("train.depth_rate")
     train = dataclasses.replace(config.train, **began)
-    return RunConfig(dataclasses.replace(model, store=store), train, config.data)
+    config = RunConfig(dataclasses.replace(model, store=store), train, config.data)
+    is_free = asked == "auto" and "model.remat" not in resume_overrides
+    if is_free and config.model.remat == "full" and devices is not None:
+        fits = products_fit(config, devices)
+        if fits is not None and fits.value:
+            model = dataclasses.replace(config.model, remat="dots")
+            return dataclasses.replace(config, model=model)
+    return config
 
 
 def _remat(model: ModelConfig, stages: int, resume_overrides: Mapping[str, str]) -> RematPolicy:

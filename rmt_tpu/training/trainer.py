@@ -24,6 +24,7 @@ from rmt_tpu.training import depth_rate, freeze, kernel_blocks, kernel_checks, m
 from rmt_tpu.training.evaluation import TaskMetrics
 from rmt_tpu.training.loop import Int16Overflow, Loop, LoopInputs, Outcome
 from rmt_tpu.training.progress import TrainingProgress
+from rmt_tpu.training.remat_choice import Devices
 from rmt_tpu.training.run import PreparedRun, prepare, resolve_auto
 from rmt_tpu.training.spikes import GoBack
 from rmt_tpu.training.start import (
@@ -125,7 +126,7 @@ def _train(
     options: _TrainOptions,
 ) -> Outcome:
     may_overflow = config.model.store.dtype == "auto"
-    config = resolve_auto(config, workdir.resume_overrides(folder))
+    config = resolve_auto(config, workdir.resume_overrides(folder), Devices.here())
     may_overflow = may_overflow and config.model.store.dtype == "int16"
     progress = TrainingProgress(config.train.steps, options.label, show=processes.is_first())
     if processes.is_first():

@@ -163,6 +163,33 @@ def test_remat_policies_give_the_same_gradients(store, policies):
         assert_close(gradients[policy], gradients["none"], 1e-5)
 
 
+@pytest.mark.parametrize(
+    ("store", "mixer"),
+    [("vector", "blocks"), *later(("vector", "mudd"), ("vector", "delta"), ("matrix", "blocks"))],
+)
+def test_a_bank_with_kept_products_gives_the_same_gradients(store, mixer):
+    gradients = {}
+    for policy in ("full", "dots"):
+        config = models.model(store, mixer=models.MIXERS[mixer], remat=policy)
+        graphdef = models.graph(config)
+        loss = lambda p, graphdef=graphdef: jnp.sum(nnx.merge(graphdef, p)(models.tokens()) ** 2)
+        gradients[policy] = jax.jit(jax.grad(loss))(narrow(config))
+    assert_close(gradients["dots"], gradients["full"], 1e-5)
+
+
+@pytest.mark.parametrize("mixer", ["sum", "blocks"])
+def test_products_are_not_computed_again(mixer):
+    """The backward pass has queries, keys and values, and the feed-forward layers' products."""
+    config = models.model("vector", mixer=models.MIXERS[mixer], remat="dots")
+    graphdef, params = nnx.split(models.abstract(config), nnx.Param)
+    loss = lambda p: jnp.sum(nnx.merge(graphdef, p)(models.tokens()))
+    kept = jax.tree.leaves(jax.eval_shape(lambda p: jax.vjp(loss, p)[1], params))
+    tokens = models.tokens().shape
+    for shape in [(*tokens, 9, 6), (*tokens, config.stacks[0].cores[1].hidden_dim)]:
+        layers = [x.size for x in kept if x.shape[-len(shape) :] == shape]
+        assert sum(layers) == 3 * np.prod(shape)
+
+
 @pytest.mark.parametrize("mixer", ["sum", "blocks", "full", "highway", "mudd", "hc"])
 def test_attention_is_not_computed_again(mixer):
     """The backward pass has its output and log-sums, of all three layers."""

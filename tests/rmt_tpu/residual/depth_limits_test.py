@@ -116,9 +116,9 @@ def test_some_mixers_need_a_vector_store(name):
 
 def test_policies_that_do_not_go_with_a_mixer_are_refused():
     with pytest.raises(
-        UsageError, match="remat='dots' cannot be used with mixer=dense; legal: full, blocks"
+        UsageError, match="remat='none' cannot be used with mixer=dense; legal: dots, full, blocks"
     ):
-        models.model("vector", mixer=cfg.Dense(), remat="dots")
+        models.model("vector", mixer=cfg.Dense(), remat="none")
     with pytest.raises(
         UsageError, match="remat='blocks' cannot be used with mixer=sum; legal: none, dots"
     ):

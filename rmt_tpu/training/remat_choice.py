@@ -1,0 +1,99 @@
+"""The choice of what a model with a residual vector keeps for its backward pass on TPUs.
+
+With the remat policy "dots", a layer's backward pass computes no product again. A step takes less
+time than with "full", but more memory (docs/benchmarks/train_step.md). The estimate here is within
+1% of the compiled programs of gpt2-405m (16 x 512 tokens) and llama-374m (4 x 2048). Only the
+compiler knows the actual memory of a step.
+"""
+
+import math
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+import sharding
+from pallas_kernels.target import chip_of
+from rmt_tpu import config as cfg
+from rmt_tpu import cost
+from rmt_tpu.config import RunConfig
+from rmt_tpu.decoder import compute_dtype, residual_dtype
+from rmt_tpu.layers.choices import Choice
+
+# Bytes per parameter: itself and two moments in float32, and a copy and a gradient in bfloat16.
+_STATE_BYTES = 3 * 4 + 2 * 2
+# The largest share of a device's memory that the estimate may fill.
+_MOST = 0.9
+
+
+class Devices(NamedTuple):
+    """The devices that a run trains on.
+
+    Attributes:
+      kind: JAX's name for their kind, such as "TPU v5 lite".
+      count: their number.
+    """
+
+    kind: str
+    count: int
+
+    @classmethod
+    def here(cls) -> "Devices":
+        """Return the devices of all processes of this run."""
+        devices = jax.devices()
+        return cls(devices[0].device_kind, len(devices))
+
+
+def products_fit(config: RunConfig, devices: Devices) -> Choice | None:
+    """Choose whether all products with weights are kept for the backward pass.
+
+    The result is None if the model has neither a plain residual vector nor a bank of vectors, or if
+    the run has a pipeline.
+
+    Args:
+      config: the run's config.
+      devices: the devices that the run trains on.
+    """
+    model, chip = config.model, chip_of(devices.kind)
+    if model.store.has_keys or not (isinstance(model.mixer, cfg.Sum) or model.mixer.banked):
+        return None
+    if sharding.parse_mesh(config.train.mesh).get("stage", 1) != 1:
+        return None
+    if chip is None or not chip.hbm:
+        return Choice(False, f"the memory of {devices.kind} is not known")
+    numbers = _kept_per_token(config)
+    if numbers is None:
+        return Choice(False, "it is not known how much a layer would keep")
+    tokens = config.train.batch_size * config.data.seq_len // config.train.accumulate
+    kept = numbers * tokens // devices.count
+    needed = kept + _STATE_BYTES * sum(cost.parameters(model).values()) // _shards(config, devices)
+    fits = needed <= _MOST * chip.hbm
+    size = lambda count: f"{count / 1e9:.1f} GB"
+    return Choice(
+        fits,
+        f"they take {size(kept)}, with parameters and gradients {size(needed)}, and a device has "
+        f"{size(chip.hbm)}, of which {_MOST:.0%} may be filled",
+    )
+
+
+def _kept_per_token(config: RunConfig) -> int | None:
+    """Return the bytes that all layers keep for each token, or None if this is not known."""
+    model = config.model
+    # A bank has at most one row per sublayer, a gradient of each, and running sums.
+    rows = 3 if model.mixer.banked else 1
+    of_residual = rows * jnp.dtype(residual_dtype(model)).itemsize * model.residual_size
+    of_number, total = jnp.dtype(compute_dtype(model.compute_dtype)).itemsize, 0
+    for stack in model.stacks:
+        for core in stack.cores:
+            if (numbers := core.kept_numbers) is None:
+                return None
+            total += stack.repeat * (of_residual + of_number * numbers)
+    return total
+
+
+def _shards(config: RunConfig, devices: Devices) -> int:
+    """Return the number of devices over which each parameter is sharded."""
+    sizes = sharding.parse_mesh(config.train.mesh)
+    given = math.prod(size for size in sizes.values() if size > 0)
+    filled = {axis: devices.count // given if size < 0 else size for axis, size in sizes.items()}
+    return math.prod(max(filled.get(axis, 1), 1) for axis in ("fsdp", "tensor"))
