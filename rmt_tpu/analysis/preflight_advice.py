@@ -71,7 +71,7 @@ _REMAT = {
 
 
 def _remat(report: Preflight) -> list[Advice]:
-    order = ["none", "dots", "full", "reversible", "blocks"]
+    order = ["none", "dots", "offload", "full", "reversible", "blocks"]
     now = report.config.model.remat
     if report.mesh.get("stage", 1) > 1:
         order.remove("reversible")

@@ -45,7 +45,7 @@ class System(Checked):
 
     note: ClassVar[str] = ""
     on_matrix: ClassVar[bool] = False
-    remats: ClassVar[tuple[str, ...]] = ("none", "dots", "full")
+    remats: ClassVar[tuple[str, ...]] = ("none", "dots", "offload", "full")
     by_layers: ClassVar[bool] = False
     banked: ClassVar[bool] = False
     adds_up: ClassVar[bool] = True
@@ -90,5 +90,5 @@ class BankedSystem(System):
     """A base class for mixers that keep earlier outputs in a bank."""
 
     on_matrix: ClassVar[bool] = True
-    remats: ClassVar[tuple[str, ...]] = ("dots", "full", "blocks")
+    remats: ClassVar[tuple[str, ...]] = ("dots", "offload", "full", "blocks")
     banked: ClassVar[bool] = True

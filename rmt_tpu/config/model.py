@@ -21,7 +21,7 @@ from rmt_tpu.config.resume import changeable
 from rmt_tpu.config.stores import DType, MatrixStore, Store, VectorStore
 from rmt_tpu.errors import UsageError, shown
 
-RematPolicy = Literal["auto", "none", "dots", "full", "reversible", "blocks"]
+RematPolicy = Literal["auto", "none", "dots", "offload", "full", "reversible", "blocks"]
 Kernels = Literal["auto", "xla", "pallas", "mosaic_gpu"]
 
 
@@ -104,14 +104,15 @@ class ModelConfig(Checked):
         CPU. Parameters are always float32.
       remat: what the backward pass recomputes within a layer: nothing ("none"), everything but
         attention's result and, in a vector store, the residual ("full"), or everything but these
-        and the products with weights in attention and feed-forward layers ("dots"). "reversible"
-        (only for a matrix store) keeps the outputs of sublayers and rebuilds the residual from
-        them, so that memory does not grow with `key_dim`. Attention over depth, DenseFormer and
-        MUDD have only "dots", "full" and "blocks". The first two also keep the bank of earlier
-        outputs and the running sum before each layer. "blocks" keeps only the bank, and runs the
-        forward pass twice. For Block Attention Residuals on a matrix store, "full" and "dots" keep
-        the outputs of sublayers, which are smaller than the block sums, and sum them again. "auto"
-        is "reversible" for training an RMT without pipeline stages. For a residual vector, plain or
+        and the products with weights in attention and feed-forward layers ("dots"). "offload" is
+        like "dots", but on TPUs these products wait in the host's memory. "reversible" (only for a
+        matrix store) keeps the outputs of sublayers and rebuilds the residual from them, so that
+        memory does not grow with `key_dim`. Attention over depth, DenseFormer and MUDD have only
+        "dots", "offload", "full" and "blocks". With the first three, they also keep the bank of
+        earlier outputs and the running sum before each layer. "blocks" keeps only the bank, and
+        runs the forward pass twice. Block Attention Residuals on a matrix store keep the outputs of
+        sublayers in place of running sums, which are larger, and sum them again. "auto" is
+        "reversible" for training an RMT without pipeline stages. For a residual vector, plain or
         with a bank, on TPUs whose memory suffices, it is "dots" (see `training.remat_choice`), and
         otherwise "full".
       kernels: how operations are computed on TPUs and GPUs. "auto" uses kernels on a TPU. On a GPU
@@ -157,7 +158,7 @@ class ModelConfig(Checked):
         if self.remat == "reversible" and isinstance(self.store, VectorStore):
             raise UsageError(
                 "ModelConfig.remat='reversible' needs a matrix store; legal for a vector store: "
-                "none, dots, full, auto"
+                "none, dots, offload, full, auto"
             )
         if self.remat == "reversible" and dtype == "bfloat16":
             raise UsageError(

@@ -32,7 +32,7 @@ from rmt_tpu.execution.banked_writes import (
     Write,
     write_saved,
 )
-from rmt_tpu.execution.remat import SAVED, recomputed
+from rmt_tpu.execution.remat import kept_by, recomputed
 from rmt_tpu.layers import stacks
 from rmt_tpu.layers.products import read_in_stacks, refer_to_stack
 from rmt_tpu.residual.protocols import (
@@ -85,8 +85,8 @@ class StackRunner:
         self.group = self.grouping.layers
         closed = self.mixer.keeps_sum and self.grouping.closed
         reversible = isinstance(store, ReversibleStore)
-        # The names of the values that each layer keeps; None if layers keep nothing.
-        self.kept = SAVED.get(config.remat)
+        # What each layer keeps; None if layers keep nothing.
+        self.kept = kept_by(config.remat)
         self.saves_outputs = closed and self.kept is not None and reversible
 
     @property

@@ -76,7 +76,7 @@ def check(config: cfg.ModelConfig, schedule: sharding.Schedule, sequences: int) 
     if config.remat == "reversible":
         raise sharding.MeshError(
             f"--mesh: stage={schedule.stages} does not support model.remat='reversible'; legal "
-            "policies: none, dots, full"
+            "policies: none, dots, offload, full"
         )
     period = len(config.stacks[0].cores)
     legal = config.mixer.chunk_multiple(config.num_sublayers)

@@ -2,12 +2,13 @@
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from pallas_kernels.platform import vary_alike
+from pallas_kernels.target import target
 from rmt_tpu.execution.kernels import at_current_precision
 from rmt_tpu.layers import stacks
 
@@ -15,17 +16,54 @@ from rmt_tpu.layers import stacks
 # attention, the residual of a vector store after each write, queries, keys and values as attention
 # reads them, and products with weights. A value is not kept if the backward pass does not need it,
 # or can compute it from another kept value without a product.
-_FULL = ("attention", "residual")
-SAVED = {"full": _FULL, "dots": (*_FULL, "heads", "product")}
+_FULL, _PRODUCTS = ("attention", "residual"), ("heads", "product")
+_KEPT = {
+    "full": (_FULL, ()),
+    "dots": ((*_FULL, *_PRODUCTS), ()),
+    "offload": (_FULL, _PRODUCTS),
+}
 
 
-def recomputed(run: Callable, saved: Sequence[str]) -> Callable:
-    """Return `run` such that its backward pass recomputes all values but those named in `saved`.
+class Kept(NamedTuple):
+    """The names of the values that a policy keeps for the backward pass.
+
+    Attributes:
+      saved: the names of those that stay in the device's memory.
+      offloaded: the names of those that the host's memory holds until the backward pass.
+    """
+
+    saved: Sequence[str] = ()
+    offloaded: Sequence[str] = ()
+
+
+_NOTHING = Kept()
+
+
+def kept_by(policy: str) -> Kept | None:
+    """Return what a policy keeps by name, or None if it does not name what it keeps.
+
+    Only TPUs offload anything. Elsewhere these values stay in the device's memory.
+    """
+    if policy not in _KEPT:
+        return None
+    saved, offloaded = _KEPT[policy]
+    return Kept(saved, offloaded) if target().on_tpu else Kept((*saved, *offloaded))
+
+
+def recomputed(run: Callable, kept: Kept) -> Callable:
+    """Return `run` such that its backward pass recomputes all values but those that are kept.
 
     `jax.ad_checkpoint.checkpoint_name` names a value. `run` is one iteration of a loop. Loops need
     no barriers against merging, because XLA does not merge operations of different iterations.
     """
-    policy = jax.checkpoint_policies.save_only_these_names(*saved)
+    policy = jax.checkpoint_policies.save_only_these_names(*kept.saved)
+    if kept.offloaded:
+        policy = jax.checkpoint_policies.save_and_offload_only_these_names(
+            names_which_can_be_saved=kept.saved,
+            names_which_can_be_offloaded=kept.offloaded,
+            offload_src="device",
+            offload_dst="pinned_host",
+        )
     return jax.checkpoint(run, policy=policy, prevent_cse=False)
 
 
@@ -35,11 +73,11 @@ def scan_recomputed(
     scanned: Any,
     shared: Any,
     constants: Any,
-    saved: Sequence[str] = (),
+    kept: Kept = _NOTHING,
 ) -> Any:
     """Run `stacks.scan` so that the backward pass recomputes each step.
 
-    Only values with a name in `saved` are kept, and those parts of the carry before each step from
+    Only values with a name in `kept` are kept, and those parts of the carry before each step from
     which the others are recomputed. A JAX scan over a `jax.checkpoint` has the same result, but
     takes longer, because it first fills the stacks of gradients with zeros.
 
@@ -49,7 +87,7 @@ def scan_recomputed(
       scanned: the floating-point stacks from which the slices are taken.
       shared: parameters that all slices share, whose gradients are summed over slices.
       constants: further inputs of all slices, which have no gradient.
-      saved: the names of values to keep, given by `jax.ad_checkpoint.checkpoint_name`.
+      kept: the names of values to keep, given by `jax.ad_checkpoint.checkpoint_name`.
 
     Returns:
       The carry after the last slice.
@@ -74,15 +112,15 @@ def scan_recomputed(
         def step(before, indexed):
             piece, index = indexed
             arguments = before, piece, shared, index, constants
-            after, pull_back = jax.vjp(recomputed(run_one, saved), *arguments)
+            after, pull_back = jax.vjp(recomputed(run_one, kept), *arguments)
             needed = pull_back.args_res[0]
             return after, (needed, dataclasses.replace(pull_back, args_res=None))
 
-        carry, kept = stacks.scan(step, carry, with_indices(scanned))
-        return carry, (kept, scanned, shared, constants)
+        carry, stacked = stacks.scan(step, carry, with_indices(scanned))
+        return carry, (stacked, scanned, shared, constants)
 
     def backward(residuals, d_carry):
-        kept, scanned, shared, constants = residuals
+        stacked, scanned, shared, constants = residuals
 
         def step_backward(carry, indexed):
             (d_after, gradients, d_shared), ((before, pull_back), piece, index) = carry, indexed
@@ -93,7 +131,7 @@ def scan_recomputed(
             return (d_before, stacks.update_at(gradients, gradient, index), d_shared), None
 
         carry = d_carry, stacks.empty_like(scanned), jax.tree.map(jnp.zeros_like, shared)
-        carry, _ = stacks.scan(step_backward, carry, with_indices(kept, scanned), reverse=True)
+        carry, _ = stacks.scan(step_backward, carry, with_indices(stacked, scanned), reverse=True)
         return *carry, None
 
     run.defvjp(forward, at_current_precision(backward))

@@ -14,7 +14,7 @@ from rmt_tpu import config as cfg
 from rmt_tpu.cores import Aux, Context
 from rmt_tpu.cores.core import Index
 from rmt_tpu.execution.layer import DecoderParts, no_aux, run_layer, sites_and_cores
-from rmt_tpu.execution.remat import SAVED, scan_recomputed
+from rmt_tpu.execution.remat import kept_by, scan_recomputed
 from rmt_tpu.layers import stacks
 from rmt_tpu.layers.data_vectors import Read
 from rmt_tpu.layers.products import read_in_stacks, refer_to_stack
@@ -96,10 +96,10 @@ def scan(
         return run_layer(mixer, store, sublayers, carry, context, at, caches, index)
 
     constants = context, first
-    if config.remat in SAVED and caches is None:
+    kept = kept_by(config.remat)
+    if kept is not None and caches is None:
         run = lambda carry, scanned, shared, constants: body(carry, scanned, shared, constants)[0]
-        saved = SAVED[config.remat]
-        return scan_recomputed(run, carry, layers, shared, constants, saved), None
+        return scan_recomputed(run, carry, layers, shared, constants, kept), None
 
     def step(carry, scanned):
         return body(carry[0], scanned, shared, constants, carry[1]), None

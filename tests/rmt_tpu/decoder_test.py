@@ -177,10 +177,12 @@ def test_a_bank_with_kept_products_gives_the_same_gradients(store, mixer):
     assert_close(gradients["dots"], gradients["full"], 1e-5)
 
 
-@pytest.mark.parametrize("mixer", ["sum", "blocks"])
-def test_products_are_not_computed_again(mixer):
+@pytest.mark.parametrize(
+    ("mixer", "policy"), [("sum", "dots"), ("blocks", "dots"), ("sum", "offload")]
+)
+def test_products_are_not_computed_again(mixer, policy):
     """The backward pass has queries, keys and values, and the feed-forward layers' products."""
-    config = models.model("vector", mixer=models.MIXERS[mixer], remat="dots")
+    config = models.model("vector", mixer=models.MIXERS[mixer], remat=policy)
     graphdef, params = nnx.split(models.abstract(config), nnx.Param)
     loss = lambda p: jnp.sum(nnx.merge(graphdef, p)(models.tokens()))
     kept = jax.tree.leaves(jax.eval_shape(lambda p: jax.vjp(loss, p)[1], params))

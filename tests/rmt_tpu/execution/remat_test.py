@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from jax.ad_checkpoint import checkpoint_name
 
-from rmt_tpu.execution.remat import scan_recomputed
+from rmt_tpu.execution.remat import Kept, scan_recomputed
 from tests.closeness import assert_close
 
 SIZE = 3
@@ -35,7 +35,7 @@ def test_values_and_gradients_are_those_of_the_loop(count, saved):
             return carry
 
         def again(carry, weights, shared):
-            return scan_recomputed(body, carry, weights, shared, jnp.asarray(given), saved)
+            return scan_recomputed(body, carry, weights, shared, jnp.asarray(given), Kept(saved))
 
         of = lambda run: lambda *args: jnp.sum(run(*args)[0] ** 2) + run(*args)[1]
         value = lambda run: jax.jit(jax.value_and_grad(of(run), (0, 1, 2)))(carry, weights, shared)
@@ -63,7 +63,7 @@ def test_named_values_are_not_computed_again(saved, products):
 
     def loss(x, weights):
         carry = (x, jnp.zeros(()))
-        return jnp.sum(scan_recomputed(body, carry, weights, shared, given, saved)[0])
+        return jnp.sum(scan_recomputed(body, carry, weights, shared, given, Kept(saved))[0])
 
     program = str(jax.make_jaxpr(jax.grad(loss, (0, 1)))(jnp.ones(SIZE), weights))
     assert program.count("dot_general") == products + 2
@@ -75,7 +75,7 @@ def test_only_what_is_needed_is_kept():
     shared, given = {"b": np.ones(SIZE, np.float32)}, jnp.ones(2)
 
     def run(x, weights):
-        return scan_recomputed(body, (x, jnp.zeros(())), weights, shared, given, ("sum",))
+        return scan_recomputed(body, (x, jnp.zeros(())), weights, shared, given, Kept(("sum",)))
 
     _, pull_back = jax.vjp(run, jnp.ones(SIZE), weights)
     shapes = [x.shape for x in jax.tree.leaves(pull_back) if x.shape[:1] == (2,)]

@@ -168,7 +168,7 @@ def test_evaluation_and_decoding_compute_what_training_does():
 
 
 def test_policies_and_dtypes_that_do_not_fit_are_refused():
-    with pytest.raises(UsageError, match="needs a matrix store; legal .* none, dots, full"):
+    with pytest.raises(UsageError, match="needs a matrix store; legal .* dots, offload, full"):
         models.model("vector", remat="reversible")
     with pytest.raises(UsageError, match="'bfloat16' .* drift .*; legal: auto, int16"):
         models.model(remat="reversible", store=cfg.MatrixStore(5, "bfloat16"))

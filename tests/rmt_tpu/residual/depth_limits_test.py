@@ -116,7 +116,8 @@ def test_some_mixers_need_a_vector_store(name):
 
 def test_policies_that_do_not_go_with_a_mixer_are_refused():
     with pytest.raises(
-        UsageError, match="remat='none' cannot be used with mixer=dense; legal: dots, full, blocks"
+        UsageError,
+        match="remat='none' cannot be used with mixer=dense; legal: dots, offload, full, blocks",
     ):
         models.model("vector", mixer=cfg.Dense(), remat="none")
     with pytest.raises(

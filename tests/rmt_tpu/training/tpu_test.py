@@ -193,6 +193,20 @@ def test_products_that_are_kept_are_not_copied(preset):
     assert loops and moved == []
 
 
+@pytest.mark.parametrize(
+    "preset, mesh", [("gpt2-tiny", "fsdp=2"), *later(("attnres-tiny", "data=1"))]
+)
+def test_offloaded_products_are_in_the_hosts_memory(preset, mesh):
+    """Queries, keys and values, and what feed-forward layers multiply first, of all layers."""
+    sizes = {"model.store.dim": 256, "model.feed_forward.hidden_dim": 640, "data.seq_len": 512}
+    config = overrides.apply(config_of(preset, mesh=mesh, batch_size=8, remat="offload"), sizes)
+    devices = 2 if mesh == "fsdp=2" else 1
+    _, step = compiled(config, devices=devices)
+    heads = config.model.attention.num_heads * config.model.attention.head_dim
+    products = 2 * (3 * heads + 640) * config.model.num_layers * 8 * 512 // devices
+    assert step.memory_analysis().host_temp_size_in_bytes >= products
+
+
 def options_for(topology, *, whole=False):
     """The compiler options of a train step on a topology, or on one device of it."""
     target = topologies.get_topology_desc(platform="tpu", topology_name=topology)
