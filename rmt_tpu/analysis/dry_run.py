@@ -10,7 +10,7 @@ from rmt_tpu.runs import workdir
 from rmt_tpu.storage import Folder
 from rmt_tpu.training import depth_rate, freeze, memory_check
 from rmt_tpu.training.evaluation import TaskMetrics
-from rmt_tpu.training.remat_choice import Devices, products_fit
+from rmt_tpu.training.remat_choice import Devices, keeps_products
 from rmt_tpu.training.run import prepare, resolve_auto
 from rmt_tpu.training.start import read_text, warm_start_of
 
@@ -60,8 +60,8 @@ def dry_run(
         f"{config.data.seq_len}; {_amount_of_data(config, datasets.train)}",
     }
     lines |= plan_of(config, run.mesh).lines()
-    if (fits := products_fit(config, Devices.here())) is not None:
-        lines["products fit"] = f"{'yes' if fits.value else 'no'}: {fits.reason}"
+    if (keeps := keeps_products(config, Devices.here())) is not None:
+        lines["auto keeps products"] = f"{'yes' if keeps.value else 'no'}: {keeps.reason}"
     if description := depth_rate.describe(config):
         lines["rates over depth"] = f"{description} (--set=train.depth_rate)"
     if description := freeze.describe(config.train, run.abstract.params):

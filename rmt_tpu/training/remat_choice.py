@@ -1,9 +1,10 @@
 """The choice of what a model with a residual vector keeps for its backward pass on TPUs.
 
-With the remat policy "dots", a layer's backward pass computes no product again. A step takes less
-time than with "full", but more memory (docs/benchmarks/train_step.md). The estimate here is within
-1% of the compiled programs of gpt2-405m (16 x 512 tokens) and llama-374m (4 x 2048). Only the
-compiler knows the actual memory of a step.
+With the remat policy "dots", a layer's backward pass computes no product again. It takes more
+memory than with "full", and less time, except on devices whose matrix units are much faster than
+their memory (docs/benchmarks/train_step.md). The estimate of memory here is within 1% of the
+compiled programs of gpt2-405m (16 x 512 tokens) and llama-374m (4 x 2048). Only the compiler knows
+the actual memory of a step.
 """
 
 import math
@@ -24,6 +25,9 @@ from rmt_tpu.layers.choices import Choice
 _STATE_BYTES = 3 * 4 + 2 * 2
 # The largest share of a device's memory that the estimate may fill.
 _MOST = 0.9
+# The largest FLOP/s per byte/s of HBM bandwidth at which keeping products takes less time than
+# computing them again. v6e has 560, v5e 240.
+_MOST_FLOPS_PER_BYTE = 400
 
 
 class Devices(NamedTuple):
@@ -44,7 +48,7 @@ class Devices(NamedTuple):
         return cls(devices[0].device_kind, len(devices))
 
 
-def products_fit(config: RunConfig, devices: Devices) -> Choice | None:
+def keeps_products(config: RunConfig, devices: Devices) -> Choice | None:
     """Choose whether all products with weights are kept for the backward pass.
 
     The result is None if the model has neither a plain residual vector nor a bank of vectors, or if
@@ -61,6 +65,8 @@ def products_fit(config: RunConfig, devices: Devices) -> Choice | None:
         return None
     if chip is None or not chip.hbm:
         return Choice(False, f"the memory of {devices.kind} is not known")
+    if chip.peak_flops > _MOST_FLOPS_PER_BYTE * chip.bandwidth:
+        return Choice(False, f"{devices.kind} computes them again in the time of keeping them")
     numbers = _kept_per_token(config)
     if numbers is None:
         return Choice(False, "it is not known how much a layer would keep")

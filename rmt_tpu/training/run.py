@@ -28,7 +28,7 @@ from rmt_tpu.training.copies import Copies, copied_paths, leaves_by_path, make_c
 from rmt_tpu.training.freeze import freeze_of
 from rmt_tpu.training.loss import Loss
 from rmt_tpu.training.optimizer import make_optimizer
-from rmt_tpu.training.remat_choice import Devices, products_fit
+from rmt_tpu.training.remat_choice import Devices, keeps_products
 from rmt_tpu.training.step import (
     TrainState,
     add_up_parts,
@@ -147,8 +147,8 @@ def resolve_auto(
     config = RunConfig(dataclasses.replace(model, store=store), train, config.data)
     is_free = asked == "auto" and "model.remat" not in resume_overrides
     if is_free and config.model.remat == "full" and devices is not None:
-        fits = products_fit(config, devices)
-        if fits is not None and fits.value:
+        keeps = keeps_products(config, devices)
+        if keeps is not None and keeps.value:
             model = dataclasses.replace(config.model, remat="dots")
             return dataclasses.replace(config, model=model)
     return config

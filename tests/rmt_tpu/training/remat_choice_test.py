@@ -6,7 +6,7 @@ from rmt_tpu.analysis.step_cost import TrainStep, step_costs
 from rmt_tpu.config import overrides
 from rmt_tpu.config.presets import run
 from rmt_tpu.estimator import TARGETS
-from rmt_tpu.training.remat_choice import Devices, products_fit
+from rmt_tpu.training.remat_choice import Devices, keeps_products
 from rmt_tpu.training.run import resolve_auto
 
 SIZE = {"train.batch_size": 16, "data.seq_len": 512, "model.compute_dtype": "bfloat16"}
@@ -26,6 +26,8 @@ def config_of(preset, changes):
         ("gpt2-405m", {"train.batch_size": 64, "train.mesh": "data=4"}, Devices(V5E, 4), "dots"),
         ("gpt2-405m", {"model.remat": "full"}, Devices(V5E, 1), "full"),
         ("gpt2-405m", {"train.mesh": "stage=2"}, Devices(V5E, 2), "full"),
+        ("gpt2-405m", {}, Devices("TPU v5", 1), "dots"),
+        ("gpt2-405m", {}, Devices("TPU v6 lite", 1), "full"),
         ("gpt2-405m", {}, Devices("TPU v4", 1), "full"),
         ("gpt2-405m", {}, Devices("NVIDIA H200", 1), "full"),
         ("gpt2-405m", {}, None, "full"),
@@ -33,7 +35,7 @@ def config_of(preset, changes):
         ("llama-1.2b", {}, Devices(V5E, 1), "full"),
         ("llama-1.2b", {"train.mesh": "data=4"}, Devices(V5E, 4), "full"),
         ("llama-1.2b", {"train.mesh": "fsdp=-1"}, Devices(V5E, 4), "dots"),
-        ("llama-1.2b", {"train.mesh": "data=2,tensor=2"}, Devices("TPU v6 lite", 4), "dots"),
+        ("llama-1.2b", {"train.mesh": "data=2,tensor=2"}, Devices("TPU v5", 4), "dots"),
         ("rmt-305m", {}, Devices(V5E, 1), "reversible"),
         ("attnres-528m", {}, Devices(V5E, 1), "dots"),
         ("attnres-528m", {"train.batch_size": 64}, Devices(V5E, 1), "full"),
@@ -54,10 +56,12 @@ def test_a_run_that_goes_on_keeps_its_own():
 
 
 def test_the_reason_names_the_sizes():
-    fits = products_fit(config_of("gpt2-405m", {}), Devices(V5E, 1))
-    assert fits.value and fits.reason.startswith("they take 4.0 GB, with parameters and gradients")
-    assert products_fit(config_of("rmt-305m", {}), Devices(V5E, 1)) is None
-    assert "not known" in products_fit(config_of("gpt2-405m", {}), Devices("cpu", 1)).reason
+    keeps = keeps_products(config_of("gpt2-405m", {}), Devices(V5E, 1))
+    assert keeps.value and keeps.reason.startswith(
+        "they take 4.0 GB, with parameters and gradients"
+    )
+    assert keeps_products(config_of("rmt-305m", {}), Devices(V5E, 1)) is None
+    assert "not known" in keeps_products(config_of("gpt2-405m", {}), Devices("cpu", 1)).reason
 
 
 @pytest.mark.slow
@@ -66,6 +70,6 @@ def test_the_reason_names_the_sizes():
 def test_the_estimate_is_near_the_compiled_program(preset, size):
     step = TrainStep(preset, *size)
     (cost,) = step_costs([step], TARGETS["v5e"])
-    reason = products_fit(step.config(V5E), Devices(V5E, 1)).reason
+    reason = keeps_products(step.config(V5E), Devices(V5E, 1)).reason
     needed = float(reason.partition("gradients ")[2].split(" ")[0])
     assert needed == pytest.approx((cost.argument_bytes + cost.temporary_bytes) / 1e9, rel=0.03)
