@@ -21,6 +21,7 @@ from rmt_tpu.runs.side_files import COMPLETE, DIVERGED
 from rmt_tpu.runs.workdir import holds_run, read_config, resume_overrides
 from rmt_tpu.storage import Folder, Location, open_folder
 from rmt_tpu.streams import log_line
+from rmt_tpu.training.remat_choice import Devices
 from rmt_tpu.training.run import resolve_auto
 from rmt_tpu.training.trainer import Outcome, train
 
@@ -267,7 +268,7 @@ def is_started(config: RunConfig, folder: Folder) -> bool:
 
     The config stored there may differ in values that do not affect results, such as file paths.
     """
-    return holds_run(folder, resolve_auto(config, resume_overrides(folder)))
+    return holds_run(folder, resolve_auto(config, resume_overrides(folder), Devices.here()))
 
 
 def is_settled(config: RunConfig, folder: Folder) -> bool:
