@@ -131,15 +131,15 @@ def _version() -> str:
     return f"rmt_tpu {rmt_tpu.__version__}, jax {version('jax')}, Python {python}"
 
 
-def exit_code(stopped_by: signal.Signals, announced: int = 0) -> int:
+def exit_code(stopped_by: signal.Signals, other: int = 0) -> int:
     """Return the exit code of a run that was stopped by a signal and then saved.
 
     Args:
       stopped_by: the signal.
-      announced: the code for all signals except SIGINT, which schedulers send before they end a
-        process. Most of them expect 0.
+      other: the exit code for a signal other than SIGINT. Schedulers send such a signal before they
+        end a process, and most schedulers expect 0.
     """
-    return INTERRUPTED if stopped_by == signal.SIGINT else announced
+    return INTERRUPTED if stopped_by == signal.SIGINT else other
 
 
 def resume_command() -> str:

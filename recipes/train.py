@@ -57,9 +57,9 @@ _CHECK_KERNELS = flags.DEFINE_enum(
 _STOPPED_EXIT_CODE = flags.DEFINE_integer(
     "stopped_exit_code",
     0,
-    "exit code of a run that another signal than Ctrl-C stopped and that is saved, but not "
-    "complete; a supervisor that starts only failed runs again, such as a Kubernetes Job, needs "
-    "one other than 0",
+    "exit code of a run that a signal other than Ctrl-C stopped before its last step, with a "
+    "checkpoint; a supervisor that restarts only failed runs, such as a Kubernetes Job, needs a "
+    "code other than 0",
     lower_bound=0,
     upper_bound=125,
 )
@@ -77,7 +77,8 @@ def main() -> int:
         if _is_distributed.is_set():
             from rmt_tpu.distributed import processes
 
-            # The others wait here while process 0 writes its sample. A signal may stop them then.
+            # Wait in the `with` body, so that a signal still ends the processes that wait here for
+            # process 0 to write its sample.
             processes.finish()
         return code
 

@@ -40,6 +40,7 @@ def dry_run(
     Raises:
       UsageError, MeshError: `train` would refuse the run.
     """
+    may_keep = config.model.remat == "auto"
     config = resolve_auto(config, workdir.resume_overrides(folder), Devices.here())
     run = prepare(config, sharding.make_mesh(config.train.mesh))
     tokenizer = data.load_tokenizer(config.data.tokenizer)
@@ -60,7 +61,7 @@ def dry_run(
         f"{config.data.seq_len}; {_amount_of_data(config, datasets.train)}",
     }
     lines |= plan_of(config, run.mesh).lines()
-    if (keeps := keeps_products(config, Devices.here())) is not None:
+    if may_keep and (keeps := keeps_products(config, Devices.here())) is not None:
         lines["auto keeps products"] = f"{'yes' if keeps.value else 'no'}: {keeps.reason}"
     if description := depth_rate.describe(config):
         lines["rates over depth"] = f"{description} (--set=train.depth_rate)"

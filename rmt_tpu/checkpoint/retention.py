@@ -79,11 +79,15 @@ def _entries(folder: Folder, names: Iterable[str]) -> dict[int, set[str]]:
 
 
 def _ask_for_each(ask: Callable[[int], _Answer], steps: Sequence[int]) -> dict[int, _Answer]:
-    """Return the answer of `ask` for each step; a bucket takes tens of milliseconds for one."""
+    """Call `ask` for all steps in parallel, and return the answers by step.
+
+    A request to a bucket takes tens of milliseconds.
+    """
     with ThreadPoolExecutor(_AT_ONCE) as pool:
         try:
             answers = [pool.submit(ask, step) for step in steps]
-        # No thread can be started while the interpreter exits and the last save is not complete.
+        # Threads cannot be started while the interpreter exits, when the last save may still be
+        # running. Ask for one step after the other then.
         except RuntimeError:
             return {step: ask(step) for step in steps}
         return {step: answer.result() for step, answer in zip(steps, answers, strict=True)}

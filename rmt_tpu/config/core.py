@@ -80,7 +80,10 @@ class Computes(Checked):
 
     @property
     def kept_numbers(self) -> int | None:
-        """The numbers per token that remat "dots" keeps in the core; None if this is not known."""
+        """How many numbers per token remat "dots" keeps in the core; None if this is not known.
+
+        The numbers have the compute dtype. The residual does not count.
+        """
         return None
 
     def sharing_heads(self, devices: int) -> "Computes":

@@ -111,9 +111,13 @@ class Attention(Heads):
 
     @property
     def kept_numbers(self) -> int | None:
-        """Queries, keys, values and outputs, and a float32 log-sum for each head."""
+        """The count of queries, keys, values, outputs and log-sums.
+
+        It is None with a query-key norm, an output gate or an output projection of the core.
+        """
         if self.query_key_norm or self.output_gate or self.projects:
             return None
+        # A log-sum in float32 takes the memory of two numbers in bfloat16.
         return (sum(self.qkv_heads) + self.num_heads) * self.head_dim + 2 * self.num_heads
 
     @property
@@ -210,7 +214,7 @@ class FeedForward(Computes):
 
     @property
     def kept_numbers(self) -> int | None:
-        """The product with W_1."""
+        """The count of the product with W_1; None unless only the input is normed."""
         return (1 + self.gated) * self.hidden_dim if self.normed == "input" else None
 
     @property

@@ -113,8 +113,8 @@ class ModelConfig(Checked):
         runs the forward pass twice. Block Attention Residuals on a matrix store keep the outputs of
         sublayers in place of running sums, which are larger, and sum them again. "auto" is
         "reversible" for training an RMT without pipeline stages. For a residual vector, plain or
-        with a bank, on TPUs whose memory suffices, it is "dots" (see `training.remat_choice`), and
-        otherwise "full".
+        with a bank, it is "dots" on TPUs where that is faster and the memory suffices (see
+        `training.remat_choice`), and otherwise "full".
       kernels: how operations are computed on TPUs and GPUs. "auto" uses kernels on a TPU. On a GPU
         it uses cuDNN's attention, the kernel of grouped matrix products, and the kernels in a table
         of measured times. "xla" is plain JAX. "pallas" uses all kernels. "mosaic_gpu" is like

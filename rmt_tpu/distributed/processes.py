@@ -265,7 +265,7 @@ class DelayedMax:
 
 
 def finish(timeout: int | float = 3600.0) -> None:
-    """Wait until all processes have reached the end of a successful run.
+    """Wait until all processes have reached the end of a run that did not fail.
 
     Without the wait, processes that finish early would regard a slower process as dead.
 

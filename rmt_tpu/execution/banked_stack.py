@@ -85,7 +85,8 @@ class StackRunner:
         self.group = self.grouping.layers
         closed = self.mixer.keeps_sum and self.grouping.closed
         reversible = isinstance(store, ReversibleStore)
-        # What each layer keeps; None if layers keep nothing.
+        # The names of what each layer keeps. This is None if the policy computes whole groups of
+        # layers again.
         self.kept = kept_by(config.remat)
         self.saves_outputs = closed and self.kept is not None and reversible
 

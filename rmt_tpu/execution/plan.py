@@ -31,7 +31,8 @@ class ExecutionPlan(NamedTuple):
       outputs_in_place: whether sublayers write their outputs directly into a stack of outputs; None
         without such stacks.
       products_in_turn: whether a feed-forward layer's two products run as separate instructions.
-      kept_in_rows: whether values kept for the backward pass have their last axis innermost.
+      kept_in_rows: whether the residual and what feed-forward layers compute are kept for the
+        backward pass with their last axis innermost.
       rereads_rebuilt: whether the kernel that rebuilds the residual also reads it; None if no
         residual is rebuilt.
       padded_width: the width of a vector in a bank, including padding; None without a bank of

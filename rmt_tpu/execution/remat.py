@@ -12,10 +12,11 @@ from pallas_kernels.target import target
 from rmt_tpu.execution.kernels import at_current_precision
 from rmt_tpu.layers import stacks
 
-# Maps a policy of rematerialisation to the names of the values that it keeps: the results of
-# attention, the residual of a vector store after each write, queries, keys and values as attention
-# reads them, and products with weights. A value is not kept if the backward pass does not need it,
-# or can compute it from another kept value without a product.
+# Maps a policy of rematerialisation to the names of the values that are kept in the device's memory
+# and in the host's memory. These values are the results of attention, the residual of a vector
+# store after each write, queries, keys and values as attention reads them, and products with
+# weights. A value is not kept if the backward pass does not need it, or can compute it from another
+# kept value without a product.
 _FULL, _PRODUCTS = ("attention", "residual"), ("heads", "product")
 _KEPT = {
     "full": (_FULL, ()),
@@ -40,7 +41,7 @@ _NOTHING = Kept()
 
 
 def kept_by(policy: str) -> Kept | None:
-    """Return what a policy keeps by name, or None if it does not name what it keeps.
+    """Return the names of what a policy keeps, or None if it does not choose values by name.
 
     Only TPUs offload anything. Elsewhere these values stay in the device's memory.
     """

@@ -217,7 +217,7 @@ class Engine:
         """Queue a request and return its number, counted from 0; `step` reports its new tokens.
 
         Raises:
-          UsageError: the prompt has no token, or one for which the model has no embedding.
+          UsageError: the prompt has no tokens, or has a token without an embedding in the model.
         """
         if len(request.tokens) == 0:
             raise UsageError("the prompt has no tokens; legal: 1 or more")

@@ -68,8 +68,9 @@ def products_in_turn(target: Target, vectors: int, tokens: int) -> Choice:
 def kept_in_rows(target: Target, vectors: int) -> Choice:
     """Choose whether the values kept for the backward pass have their last axis innermost.
 
-    This concerns the residual and the products of feed-forward layers. The two products of a gated
-    layer are then kept apart: XLA copies a slice of their joined stack before it takes the parts.
+    These are the residual, and the products and hidden neurons of feed-forward layers. The two
+    products of a gated layer are then kept apart: XLA copies a slice of their joined stack before
+    it takes the parts.
 
     Args:
       target: the device that the program is compiled for.

@@ -56,8 +56,14 @@ def times_each(
 ) -> tuple[Float[Array, "*tokens N"], ...]:
     """Return `x @ W` for each of P matrices W [P, K, N].
 
-    Each product is kept by itself, in rows. The backward pass is that of `times`: the gradient of x
-    is one product, and the gradient of all matrices another. The arguments are those of `times`.
+    In training, each product is kept as an array of its own, with its last axis innermost. The
+    backward pass is that of `times`: the gradient of x is one product, and the gradient of all
+    matrices another.
+
+    Args:
+      x: the tokens' vectors, in the dtype of the products.
+      weights: the array of P matrices, which may be a `StackSlice`.
+      gathered: the axis of a matrix that the mesh axis `fsdp` shards: -2 for K and -1 for N.
     """
     w = weights.get_value() if isinstance(weights, nnx.Variable) else weights
     if isinstance(w, StackSlice):

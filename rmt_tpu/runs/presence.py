@@ -26,8 +26,8 @@ def announce_run(folder: Folder, log: Callable[[str], None]) -> Iterator[str | N
     another process on this host has announced itself and is alive, this function raises an error.
     If another host announced a process within the last minutes, that process may have been killed
     and restarted here, so only a note is printed. The caller then decides: the same run may
-    continue in the folder, but a different run must not start there. At the end of the body, the
-    file contains the announcement of the other process again, which may still be alive.
+    continue in the folder, but a different run must not start there. After the body, the file is
+    deleted. If another process announced itself and may be alive, its announcement is restored.
 
     Yields:
       A description of the process on another host that recently renewed the file, or None.
@@ -96,14 +96,18 @@ class _Announcement:
         return None
 
     def renew(self) -> None:
-        """Write the announcement again, and remember that of another process that is alive."""
+        """Write the announcement again, and remember that of another process that it replaces."""
         found = self._folder.read(FILE)
         if found and not _is_own(found.data):
             self._replaced = found.data
         self._folder.write(FILE, _own_record())
 
     def withdraw(self) -> None:
-        """Replace the announcement by the last one of another process, or delete it."""
+        """Delete the announcement, or restore the one that it replaced.
+
+        That one is restored only if its process may be alive. If another process wrote the file
+        last, the file stays.
+        """
         found = self._folder.read(FILE)
         if found is None or not _is_own(found.data):
             return

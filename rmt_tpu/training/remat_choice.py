@@ -1,10 +1,10 @@
 """The choice of what a model with a residual vector keeps for its backward pass on TPUs.
 
-With the remat policy "dots", a layer's backward pass computes no product again. It takes more
-memory than with "full", and less time, except on devices whose matrix units are much faster than
-their memory (docs/benchmarks/train_step.md). The estimate of memory here is within 1% of the
-compiled programs of gpt2-405m (16 x 512 tokens) and llama-374m (4 x 2048). Only the compiler knows
-the actual memory of a step.
+With the remat policy "dots", a layer's backward pass computes no product again. A step with "dots"
+takes more memory than one with "full", and less time, except on devices whose matrix units are much
+faster than their memory (docs/benchmarks/train_step.md). The estimate of memory here is within 1%
+of the compiled programs of gpt2-405m (16 x 512 tokens) and llama-374m (4 x 2048). Only the compiler
+knows the actual memory of a step.
 """
 
 import math
@@ -66,19 +66,21 @@ def keeps_products(config: RunConfig, devices: Devices) -> Choice | None:
     if chip is None or not chip.hbm:
         return Choice(False, f"the memory of {devices.kind} is not known")
     if chip.peak_flops > _MOST_FLOPS_PER_BYTE * chip.bandwidth:
-        return Choice(False, f"{devices.kind} computes them again in the time of keeping them")
-    numbers = _kept_per_token(config)
-    if numbers is None:
+        return Choice(
+            False, f"{devices.kind} computes products so fast that keeping them saves no time"
+        )
+    of_token = _kept_per_token(config)
+    if of_token is None:
         return Choice(False, "it is not known how much a layer would keep")
     tokens = config.train.batch_size * config.data.seq_len // config.train.accumulate
-    kept = numbers * tokens // devices.count
+    kept = of_token * tokens // devices.count
     needed = kept + _STATE_BYTES * sum(cost.parameters(model).values()) // _shards(config, devices)
     fits = needed <= _MOST * chip.hbm
     size = lambda count: f"{count / 1e9:.1f} GB"
     return Choice(
         fits,
-        f"they take {size(kept)}, with parameters and gradients {size(needed)}, and a device has "
-        f"{size(chip.hbm)}, of which {_MOST:.0%} may be filled",
+        f"a device would keep {size(kept)} for the backward pass, {size(needed)} with parameters, "
+        f"optimizer and gradients; the limit is {_MOST:.0%} of {size(chip.hbm)}",
     )
 
 

@@ -98,8 +98,8 @@ def resolve_auto(
 
     The default remat of an RMT is "reversible". It takes less time than the alternatives on TPUs
     (by estimate) and CPUs, and less memory on all platforms. It is not available with pipeline
-    stages or a bfloat16 residual. The default of a plain model is "dots" on TPUs with enough memory
-    (see `remat_choice`), and "full" otherwise.
+    stages or a bfloat16 residual. The default for a residual vector, plain or with a bank, is
+    "dots" if `remat_choice.keeps_products` says so, and otherwise "full".
 
     Args:
       config: the run's config.
@@ -108,7 +108,8 @@ def resolve_auto(
         int16. Its `depth_rate` is used if the config has none. What it has set in `START_FIELDS`
         replaces the values of the config. A value that it has not set stays, so that
         `workdir.check_workdir` sees the difference.
-      devices: the devices that the run trains on; None if they are not known.
+      devices: the devices that the run trains on; None if they are not known. "dots" is then not
+        chosen.
 
     Raises:
       UsageError: a dtype is float64 without JAX_ENABLE_X64, and jax would silently use float32.
