@@ -15,7 +15,6 @@ import jax.numpy as jnp
 
 import sharding
 from pallas_kernels.target import chip_of
-from rmt_tpu import config as cfg
 from rmt_tpu import cost
 from rmt_tpu.config import RunConfig
 from rmt_tpu.decoder import compute_dtype, residual_dtype
@@ -59,7 +58,9 @@ def keeps_products(config: RunConfig, devices: Devices) -> Choice | None:
       devices: the devices that the run trains on.
     """
     model, chip = config.model, chip_of(devices.kind)
-    if model.store.has_keys or not (isinstance(model.mixer, cfg.Sum) or model.mixer.banked):
+    # Other mixers keep several residuals.
+    has_one = "reversible" in model.mixer.remats or model.mixer.banked
+    if model.store.has_keys or not has_one:
         return None
     if sharding.parse_mesh(config.train.mesh).get("stage", 1) != 1:
         return None

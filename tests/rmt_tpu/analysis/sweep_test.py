@@ -151,7 +151,7 @@ def test_that_a_run_diverged_is_not_said_of_another_one_in_its_folder(tmp_path, 
         folder.write("metrics.jsonl", b'{"step": %d, "eval/loss": 2.5}\n' % config.train.steps)
 
     monkeypatch.setattr(sweep, "train", train)
-    monkeypatch.setattr(sweep, "resolve_auto", lambda config, kept: config)
+    monkeypatch.setattr(sweep, "resolve_auto", lambda config, kept, devices: config)
     sweep.try_run(config, folder, label="a")
     sweep.try_run(config, folder, label="a")  # is settled
     assert diverges == [] and sweep.held_out_loss(folder) is None
