@@ -65,7 +65,7 @@ def keeps_products(config: RunConfig, devices: Devices) -> Choice | None:
     if sharding.parse_mesh(config.train.mesh).get("stage", 1) != 1:
         return None
     if chip is None or not chip.hbm:
-        return Choice(False, f"the memory of {devices.kind} is not known")
+        return Choice(False, f"{devices.kind} is not a TPU whose memory is known")
     if chip.peak_flops > _MOST_FLOPS_PER_BYTE * chip.bandwidth:
         return Choice(
             False, f"{devices.kind} computes products so fast that keeping them saves no time"

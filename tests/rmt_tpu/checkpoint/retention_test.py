@@ -106,7 +106,7 @@ def test_only_the_last_steps_are_kept_and_nothing_of_the_others_remains(root):
 
 
 def test_folders_of_steps_are_listed_at_the_same_time(root, monkeypatch):
-    """And one after the other while the interpreter exits, when no thread can be started."""
+    """They are listed one after the other while the interpreter exits and threads cannot start."""
     for step in range(6):
         (root / f"{step}").mkdir(parents=True)
         (root / f"{step}/COMMIT").write_text("")

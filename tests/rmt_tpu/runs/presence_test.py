@@ -47,7 +47,7 @@ def test_another_process_is_noted(tmp_path, host, pid, seen_ago, noted):
 
 
 def test_one_that_comes_later_keeps_its_announcement(tmp_path, monkeypatch):
-    """Of two processes that take turns in the file, the one that ends leaves the other's."""
+    """A process that ends restores the announcement that it replaced while it was running."""
     monkeypatch.setattr(presence, "BEAT_SECONDS", 0.01)
     path, later = tmp_path / presence.FILE, {"host": "elsewhere", "pid": 7, "seen": time.time()}
     with presence.announce_run(open_folder(tmp_path), pytest.fail):

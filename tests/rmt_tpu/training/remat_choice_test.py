@@ -1,4 +1,4 @@
-"""What a model with a residual vector keeps for its backward pass on TPUs, and in what memory."""
+"""Tests of the choice of what a residual vector's model keeps for its backward pass on TPUs."""
 
 import pytest
 
@@ -59,7 +59,7 @@ def test_the_reason_names_the_sizes():
     keeps = keeps_products(config_of("gpt2-405m", {}), Devices(V5E, 1))
     assert keeps.value and keeps.reason.startswith("a device would keep 4.0 GB for the backward")
     assert keeps_products(config_of("rmt-305m", {}), Devices(V5E, 1)) is None
-    assert "not known" in keeps_products(config_of("gpt2-405m", {}), Devices("cpu", 1)).reason
+    assert "memory is known" in keeps_products(config_of("gpt2-405m", {}), Devices("cpu", 1)).reason
 
 
 @pytest.mark.slow

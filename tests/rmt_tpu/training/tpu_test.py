@@ -181,7 +181,7 @@ def test_nothing_moves_between_the_residuals_kernels_and_attention(topology, seq
 
 @pytest.mark.parametrize("preset", later("llama-tiny", "gpt2-tiny"))
 def test_products_that_are_kept_are_not_copied(preset):
-    """Those of feed-forward layers and the residuals are in rows, and read where they are."""
+    """The backward pass reads the products of feed-forward layers directly from their stacks."""
     sizes = {"model.store.dim": 256, "model.feed_forward.hidden_dim": 640, "data.seq_len": 512}
     config = overrides.apply(config_of(preset, batch_size=8, remat="dots"), sizes)
     _, step = compiled(config)
