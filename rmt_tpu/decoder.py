@@ -258,7 +258,7 @@ class Decoder(nnx.Module):
             z, aux = pipelined.run_layers(self, tokens, context, schedule)
             return z.residual, None, aux
         state, y = layer.start(self.embedding, self.store, tokens, context, self.dtype)
-        if self.config.remat == "reversible" and caches is None:
+        if self.config.rebuilds_residual and caches is None:
             z, aux = reversible.run_layers(self, state, y, context)
         else:
             run = banked if self.config.mixer.banked else scanned
@@ -281,7 +281,7 @@ def residual_dtype(config: cfg.ModelConfig) -> jnp.dtype:
     dtype = compute_dtype(config.compute_dtype)
     if config.store.dtype != "auto":
         return jnp.dtype(config.store.dtype)
-    if config.remat == "reversible" and dtype == jnp.bfloat16:
+    if config.rebuilds_residual and dtype == jnp.bfloat16:
         # An int16 residual is as small as a bfloat16 one. Writes to it can be undone exactly, so
         # the residuals that a reversible backward pass rebuilds have no errors.
         return jnp.dtype("int16" if residual.fixed_point.fits_int16(config) else "float32")

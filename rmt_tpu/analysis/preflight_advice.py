@@ -6,7 +6,7 @@ import math
 
 import sharding
 from rmt_tpu.analysis.preflight import Preflight
-from rmt_tpu.config import overrides
+from rmt_tpu.config import REVERSIBLE, overrides
 from rmt_tpu.errors import UsageError
 
 
@@ -71,10 +71,10 @@ _REMAT = {
 
 
 def _remat(report: Preflight) -> list[Advice]:
-    order = ["none", "dots", "offload", "full", "reversible", "blocks"]
+    order = ["none", "dots", "offload", "full", "reversible_dots", "reversible", "blocks"]
     now = report.config.model.remat
     if report.mesh.get("stage", 1) > 1:
-        order.remove("reversible")
+        order = [policy for policy in order if policy not in REVERSIBLE]
     found = []
     for policy in order[order.index(now) + 1 :]:
         with contextlib.suppress(UsageError):

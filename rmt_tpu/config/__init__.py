@@ -42,6 +42,7 @@ from rmt_tpu.config.mixers import (
 )
 from rmt_tpu.config.mixture import SHARE_UNITS, MixtureSource, parse_mixture
 from rmt_tpu.config.model import (
+    REVERSIBLE,
     Kernels,
     ModelConfig,
     MuP,
@@ -91,6 +92,7 @@ __all__ = [
     "START_FIELDS",
     "PINNED_ON_RESUME",
     "RESIDUAL_PORT",
+    "REVERSIBLE",
     "AdamW",
     "Muon",
     "Alibi",

@@ -31,6 +31,10 @@ class Port(NamedTuple):
     residual: bool = False
     normed: bool = True
 
+    def vectors(self, rank: int) -> int:
+        """Return the number of vectors, if `rank` (R) data vectors represent the residual."""
+        return sum(self.heads) + self.residual * rank
+
 
 RESIDUAL_PORT = Port(residual=True)
 # The norm of a sublayer can be applied to the input of its core, to the output, or to both.

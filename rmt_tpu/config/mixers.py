@@ -34,7 +34,14 @@ class Sum(System):
 
     kind: ClassVar[str] = "sum"
     on_matrix: ClassVar[bool] = True
-    remats: ClassVar[tuple[str, ...]] = ("none", "dots", "offload", "full", "reversible")
+    remats: ClassVar[tuple[str, ...]] = (
+        "none",
+        "dots",
+        "offload",
+        "full",
+        "reversible",
+        "reversible_dots",
+    )
 
     def plain_start(self, model: Sizes) -> PlainStart:
         """Return True: the plain model, which sums all outputs, has this mixer."""

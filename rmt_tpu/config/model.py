@@ -21,7 +21,11 @@ from rmt_tpu.config.resume import changeable
 from rmt_tpu.config.stores import DType, MatrixStore, Store, VectorStore
 from rmt_tpu.errors import UsageError, shown
 
-RematPolicy = Literal["auto", "none", "dots", "offload", "full", "reversible", "blocks"]
+RematPolicy = Literal[
+    "auto", "none", "dots", "offload", "full", "reversible", "reversible_dots", "blocks"
+]
+# The policies with which the backward pass rebuilds the residual.
+REVERSIBLE = ("reversible", "reversible_dots")
 Kernels = Literal["auto", "xla", "pallas", "mosaic_gpu"]
 
 
@@ -107,14 +111,16 @@ class ModelConfig(Checked):
         and the products with weights in attention and feed-forward layers ("dots"). "offload" is
         like "dots", but on TPUs these products wait in the host's memory. "reversible" (only for a
         matrix store) keeps the outputs of sublayers and rebuilds the residual from them, so that
-        memory does not grow with `key_dim`. Attention over depth, DenseFormer and MUDD have only
-        "dots", "offload", "full" and "blocks". With the first three, they also keep the bank of
-        earlier outputs and the running sum before each layer. "blocks" keeps only the bank, and
-        runs the forward pass twice. Block Attention Residuals on a matrix store keep the outputs of
-        sublayers in place of running sums, which are larger, and sum them again. "auto" is
-        "reversible" for training an RMT without pipeline stages. For a residual vector, plain or
-        with a bank, it is "dots" on TPUs where that is faster and the memory suffices (see
-        `training.remat_choice`), and otherwise "full".
+        memory does not grow with `key_dim`. "reversible_dots" also keeps what "dots" keeps within a
+        core, such as the first product of a feed-forward layer. Attention over depth, DenseFormer
+        and MUDD have only "dots", "offload", "full" and "blocks". With the first three, they also
+        keep the bank of earlier outputs and the running sum before each layer. "blocks" keeps only
+        the bank, and runs the forward pass twice. Block Attention Residuals on a matrix store
+        keep the outputs of sublayers in place of running sums, which are larger, and sum them
+        again. "auto" is "reversible" for training an RMT without pipeline stages, and otherwise
+        "full". On TPUs where keeping products is faster, and the memory suffices, it is
+        "reversible_dots" for an RMT, and "dots" for a residual vector, plain or with a bank; see
+        `training.remat_choice`.
       kernels: how operations are computed on TPUs and GPUs. "auto" uses kernels on a TPU. On a GPU
         it uses cuDNN's attention, the kernel of grouped matrix products, and the kernels in a table
         of measured times. "xla" is plain JAX. "pallas" uses all kernels. "mosaic_gpu" is like
@@ -155,20 +161,21 @@ class ModelConfig(Checked):
         self._check_mixer()
         self._check_base()
         dtype = self.store.dtype
-        if self.remat == "reversible" and isinstance(self.store, VectorStore):
+        if self.rebuilds_residual and isinstance(self.store, VectorStore):
             raise UsageError(
-                "ModelConfig.remat='reversible' needs a matrix store; legal for a vector store: "
+                f"ModelConfig.remat={self.remat!r} needs a matrix store; legal for a vector store: "
                 "none, dots, offload, full, auto"
             )
-        if self.remat == "reversible" and dtype == "bfloat16":
+        if self.rebuilds_residual and dtype == "bfloat16":
             raise UsageError(
-                "MatrixStore.dtype='bfloat16' with remat='reversible' would let the rebuilt "
+                f"MatrixStore.dtype='bfloat16' with remat={self.remat!r} would let the rebuilt "
                 "residual drift by several percent; legal: auto, int16, float32, float64"
             )
-        if self.remat != "reversible" and dtype == "int16":
+        if not self.rebuilds_residual and dtype == "int16":
             raise UsageError(
-                f"MatrixStore.dtype='int16' supports gradients only with remat='reversible', but "
-                f"remat is {self.remat!r}; legal: auto, float32, bfloat16, float64"
+                f"MatrixStore.dtype='int16' supports gradients only with remat='reversible' or "
+                f"'reversible_dots', but remat is {self.remat!r}; legal: auto, float32, bfloat16, "
+                "float64"
             )
 
     def _check_ports(self):
@@ -227,7 +234,7 @@ class ModelConfig(Checked):
         vectors. A vector store has projections, and the result is the port itself.
         """
         if isinstance(self.store, MatrixStore):
-            return sum(port.heads) + port.residual * self.data_shape[0]
+            return port.vectors(self.data_shape[0])
         return port
 
     def _check_sizes(self):
@@ -394,6 +401,11 @@ class ModelConfig(Checked):
         positions = {getattr(core, "positions", None) for core in self.cores}
         learned = [positions for positions in positions if isinstance(positions, Learned)]
         return max(learned, key=lambda p: p.max_length, default=None)
+
+    @property
+    def rebuilds_residual(self) -> bool:
+        """Whether the backward pass rebuilds the residual from the outputs of sublayers."""
+        return self.remat in REVERSIBLE
 
     @property
     def data_shape(self) -> tuple[int, int]:

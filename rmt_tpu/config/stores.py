@@ -103,14 +103,11 @@ class MatrixStore(Checked):
           port: the port.
           data_shape: number and size of the data vectors, (R, D_v).
         """
-        return self._keys(port, data_shape) * self.key_dim
+        return port.vectors(data_shape[0]) * self.key_dim
 
     def flops(self, port: Port, data_shape: tuple[int, int]) -> int:
         """Return the FLOPs per token of reading or writing a port: `2 D_k D_v` per vector."""
-        return self._keys(port, data_shape) * 2 * self.key_dim * data_shape[1]
-
-    def _keys(self, port, data_shape):
-        return sum(port.heads) + port.residual * data_shape[0]
+        return port.vectors(data_shape[0]) * 2 * self.key_dim * data_shape[1]
 
 
 Store = VectorStore | MatrixStore

@@ -34,6 +34,7 @@ from rmt_tpu.layers import stacks
 from rmt_tpu.layers.caps import soft_capped
 from rmt_tpu.layers.choices import cache_width
 from rmt_tpu.layers.data_vectors import HeadsLayout, Read
+from rmt_tpu.layers.kept import NOTHING, Kept
 from rmt_tpu.layers.norm import normalize
 from rmt_tpu.layers.parameters import Seed, bias, gain, parameter
 from rmt_tpu.layers.products import times
@@ -124,7 +125,12 @@ class Attention(Core):
         return self._output(self._to_tokens(gated(y, gates)))
 
     def forward(
-        self, z: Read, context: Context, index: Index, to: pallas_kernels.StackSlice
+        self,
+        z: Read,
+        context: Context,
+        index: Index,
+        to: pallas_kernels.StackSlice,
+        kept: Kept = NOTHING,
     ) -> tuple[
         Float[Array, "count batch seq heads head_dim"],
         Aux,
@@ -137,7 +143,7 @@ class Attention(Core):
         () (with gates).
         """
         if self.core.output_gate:
-            return super().forward(z, context, index, to)
+            return super().forward(z, context, index, to, kept)
         if context.mask is not None:
             y, log_sums = self(z, context, index), jnp.zeros((*to.shape[:2], 0), to.dtype)
             return pallas_kernels.write_slice(y, to), {}, log_sums

@@ -13,6 +13,8 @@ others are only reported. If no core returns scalars, the compiled program conta
 them.
 """
 
+import dataclasses
+from collections.abc import Callable
 from typing import Any, ClassVar, Literal, NamedTuple
 
 import jax
@@ -26,6 +28,7 @@ from pallas_kernels.target import target
 from rmt_tpu import config as cfg
 from rmt_tpu.layers import choices
 from rmt_tpu.layers.data_vectors import HeadsLayout, Read, concatenate, separate
+from rmt_tpu.layers.kept import NOTHING, Kept, recomputed
 from rmt_tpu.layers.stacks import Index
 
 # The decoding cache of a core is a tree of arrays, or () if the core needs no cache. It covers all
@@ -259,21 +262,31 @@ class Core(nnx.Module):
         return self(z, context, index), {}
 
     def forward(
-        self, z: Read, context: Context, index: Index, to: StackSlice
+        self, z: Read, context: Context, index: Index, to: StackSlice, kept: Kept = NOTHING
     ) -> tuple[Float[Array, "count batch seq_or_gathered vectors size"], Aux, Any]:
         """Run the core for a schedule that keeps the outputs y of all cores in one stacked array.
+
+        Args:
+          z, context, index: as in `__call__`.
+          to: the place of the output.
+          kept: what `pull_back` gets besides z and y, and does not compute again.
 
         Returns:
           The array `to.stack` with the output y written at index `to.index`, the core's scalars,
           and the arrays that `pull_back` needs in addition to z and y.
         """
-        y, aux = self.with_aux(z, context, index)
-        if not choices.outputs_in_place(target()).value:
-            return write_slice(jax.lax.optimization_barrier(y), to), aux, ()
+        if kept.products:
+            arguments = self._parameters(), z, context, index
+            (y, aux), pull_back = jax.vjp(recomputed(self._run_with(), kept), *arguments)
+            saved = dataclasses.replace(pull_back, args_res=None)
+        else:
+            (y, aux), saved = self.with_aux(z, context, index), ()
+        if not choices.outputs_in_place(target(), y.shape[2]).value:
+            return write_slice(jax.lax.optimization_barrier(y), to), aux, saved
         # Concatenate the vectors of each token. XLA then writes the result of the last matrix
         # product directly into the stacked array.
         long = write_slice(concatenate(y), StackSlice(concatenate(to.stack), to.index))
-        return separate(long, y.shape[2]), aux, ()
+        return separate(long, y.shape[2]), aux, saved
 
     def pull_back(
         self,
@@ -290,13 +303,27 @@ class Core(nnx.Module):
         `d_aux` maps the name of each scalar in the model to its cotangent; names that this core
         does not return are ignored.
         """
-        graphdef, parameters = nnx.split(self, nnx.Param)
+        run, arguments = self._run_with(), [self._parameters(), z, context, index]
+        if saved == ():
+            (_, aux), pull_back = jax.vjp(lambda p, z: run(p, z, context, index), *arguments[:2])
+        else:
+            _, aux = jax.eval_shape(run, *arguments)
+            pull_back = dataclasses.replace(saved, args_res=arguments)
+        of_aux = {name: d_aux[name].astype(x.dtype) for name, x in aux.items()}
+        d_parameters, d_z, *_ = pull_back((d_y, of_aux))
+        return d_parameters, d_z
 
-        def run(parameters: Any, z: Read) -> tuple[Array, Aux]:
+    def _parameters(self) -> Any:
+        return nnx.to_pure_dict(nnx.state(self, nnx.Param))
+
+    def _run_with(self) -> Callable[[Any, Read, Context, Index], tuple[Array, Aux]]:
+        """Return `with_aux` as a function of the core's parameters, too."""
+        graphdef, _ = nnx.split(self, nnx.Param)
+
+        def run(parameters: Any, z: Read, context: Context, index: Index) -> tuple[Array, Aux]:
             return nnx.merge(graphdef, parameters).with_aux(z, context, index)
 
-        (_, aux), pullback = jax.vjp(run, nnx.to_pure_dict(parameters), z)
-        return pullback((d_y, {name: d_aux[name].astype(x.dtype) for name, x in aux.items()}))
+        return run
 
     def empty_cache(self, repeat: int, batch: int, capacity: int, dtype: jnp.dtype) -> Cache:
         """Return a cache with room for `capacity` tokens of each of `batch` sequences."""

@@ -98,7 +98,7 @@ class FeedForward(Core):
         # Without this, XLA fuses the two matrix products and the slicing of their weights into one
         # instruction. With many tokens, this instruction takes a fifth longer than two products.
         sequential = choices.products_in_turn(target(), self.vectors, z.shape[1]).value
-        rows = choices.kept_in_rows(target(), self.vectors).value
+        rows = choices.kept_in_rows(target()).value
         first = functools.partial(times, gathered=-2, isolated=sequential, rows=rows)
         second = functools.partial(times, gathered=-1, isolated=sequential)
         x = concatenate(z)

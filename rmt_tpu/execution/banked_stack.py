@@ -32,8 +32,8 @@ from rmt_tpu.execution.banked_writes import (
     Write,
     write_saved,
 )
-from rmt_tpu.execution.remat import kept_by, recomputed
 from rmt_tpu.layers import stacks
+from rmt_tpu.layers.kept import kept_by, recomputed
 from rmt_tpu.layers.products import read_in_stacks, refer_to_stack
 from rmt_tpu.residual.protocols import (
     Bank,
@@ -154,8 +154,7 @@ class StackRunner:
         """
         batch, seq = residual.shape[0] // sharding.axis_size("key"), residual.shape[1]
         rank, size = self.config.data_shape
-        count = lambda port: sum(port.heads) + port.residual * rank
-        shape = lambda core: (self.repeat, batch, seq, count(core.writes), size)
+        shape = lambda core: (self.repeat, batch, seq, core.writes.vectors(rank), size)
         dtype = self.store.compute_dtype
         return tuple(jax.lax.empty(shape(core), dtype) for core in self.cores)
 
@@ -283,7 +282,7 @@ class StackRunner:
                 )
             write = RunCore(self.store, context, caches, index)
             if saved.outputs is not None:
-                write = RunAndSaveCore(self.store, context, saved.outputs, index)
+                write = RunAndSaveCore(self.store, context, saved.outputs, index, self.kept)
             in_stack = caches is not None and read_in_stacks(current)
             layer_arrays = _layer_arrays(arrays, index, in_stack=in_stack)
             if keep and self.kept is not None and saved.outputs is None:

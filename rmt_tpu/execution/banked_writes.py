@@ -20,6 +20,7 @@ from rmt_tpu.cores.core import Index
 from rmt_tpu.execution.kernels import at_current_precision
 from rmt_tpu.execution.layer import add_aux, run_core
 from rmt_tpu.layers.data_vectors import Read
+from rmt_tpu.layers.kept import Kept
 from rmt_tpu.residual.protocols import DepthIndex, ReversibleStore, Row, Store, Writer
 
 # A `Write` adds the output of sublayer k of a layer to the running sum. Its other arguments are the
@@ -60,13 +61,18 @@ class RunAndSaveCore:
     """A write that runs the core and saves the core's output in a stack.
 
     The attribute `outputs` has the stacks, one per sublayer of a layer. The attribute `saved`
-    collects what each core's `pull_back` needs in addition to the output.
+    collects what each core's `pull_back` needs in addition to the output, and what is `kept`.
     """
 
     def __init__(
-        self, store: ReversibleStore, context: Context, outputs: Sequence[Array], index: Index
+        self,
+        store: ReversibleStore,
+        context: Context,
+        outputs: Sequence[Array],
+        index: Index,
+        kept: Kept,
     ):
-        self.store, self.context, self.index = store, context, index
+        self.store, self.context, self.index, self.kept = store, context, index, kept
         self.outputs, self.saved = list(outputs), []
 
     def __call__(
@@ -75,7 +81,9 @@ class RunAndSaveCore:
         """Run the core, save its output, and add the output to the running sum; see `Write`."""
         to = StackSlice(self.outputs[k], self.index)
         with jax.named_scope(core.name):
-            self.outputs[k], scalars, saved = core.forward(z, self.context, place.sublayer, to)
+            self.outputs[k], scalars, saved = core.forward(
+                z, self.context, place.sublayer, to, self.kept
+            )
         self.saved.append(saved)
         y = StackSlice(self.outputs[k], self.index)
         return write_saved(self.store, current, y, writer, place), add_aux(aux, scalars)

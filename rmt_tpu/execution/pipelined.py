@@ -73,9 +73,9 @@ def check(config: cfg.ModelConfig, schedule: sharding.Schedule, sequences: int) 
             f"per device; nearest legal: "
             f"{sharding.nearest_multiples(sequences, schedule.microbatches)} sequences"
         )
-    if config.remat == "reversible":
+    if config.rebuilds_residual:
         raise sharding.MeshError(
-            f"--mesh: stage={schedule.stages} does not support model.remat='reversible'; legal "
+            f"--mesh: stage={schedule.stages} does not support model.remat={config.remat!r}; legal "
             "policies: none, dots, offload, full"
         )
     period = len(config.stacks[0].cores)

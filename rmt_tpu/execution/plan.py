@@ -11,6 +11,7 @@ from pallas_kernels.target import Target
 from rmt_tpu.config import ModelConfig, RunConfig
 from rmt_tpu.layers import choices
 from rmt_tpu.layers.choices import Choice
+from rmt_tpu.layers.kept import kept_by
 from rmt_tpu.residual.whole_tiles import width
 
 _SCHEDULES = {
@@ -31,7 +32,7 @@ class ExecutionPlan(NamedTuple):
       outputs_in_place: whether sublayers write their outputs directly into a stack of outputs; None
         without such stacks.
       products_in_turn: whether a feed-forward layer's two products run as separate instructions.
-      kept_in_rows: whether the residual and what feed-forward layers compute are kept for the
+      kept_in_rows: whether a residual vector and what feed-forward layers compute are kept for the
         backward pass with their last axis innermost.
       rereads_rebuilt: whether the kernel that rebuilds the residual also reads it; None if no
         residual is rebuilt.
@@ -74,10 +75,13 @@ def plan_of(config: RunConfig, mesh: jax.sharding.Mesh) -> ExecutionPlan:
     own_tokens = config.data.seq_len // math.prod(
         mesh.shape.get(axis, 1) for axis in sharding.RULES["tokens"]
     )
+    in_turn = choices.products_in_turn(target, model.data_shape[0], own_tokens)
     in_place = rereads = padded = None
     if schedule == "reversible":
+        if kept_by(model.remat).products:
+            in_turn = Choice(False, "the first product is kept, as an array of its own")
         size = jnp.dtype(model.store.dtype).itemsize * model.residual_size
-        in_place = choices.outputs_in_place(target)
+        in_place = choices.outputs_in_place(target, model.data_shape[0])
         rereads = choices.rereads_rebuilt(target, tokens * size // mesh.size)
     if model.mixer.banked and not model.store.has_keys:
         padded = width(model)
@@ -86,8 +90,8 @@ def plan_of(config: RunConfig, mesh: jax.sharding.Mesh) -> ExecutionPlan:
         schedule=Choice(schedule, _SCHEDULES[schedule]),
         residual_dtype=Choice(model.store.dtype, _dtype_reason(config, schedule)),
         outputs_in_place=in_place,
-        products_in_turn=choices.products_in_turn(target, model.data_shape[0], own_tokens),
-        kept_in_rows=choices.kept_in_rows(target, model.data_shape[0]),
+        products_in_turn=in_turn,
+        kept_in_rows=choices.kept_in_rows(target),
         rereads_rebuilt=rereads,
         padded_width=padded,
         decode_kernels=_decode_kernels(model, target, mesh),
@@ -97,7 +101,7 @@ def plan_of(config: RunConfig, mesh: jax.sharding.Mesh) -> ExecutionPlan:
 def _schedule(config: RunConfig, mesh: jax.sharding.Mesh) -> str:
     if mesh.shape.get("stage", 1) > 1:
         return "pipelined"
-    if config.model.remat == "reversible":
+    if config.model.rebuilds_residual:
         return "reversible"
     return "banked" if config.model.mixer.banked else "scanned"
 

@@ -1,71 +1,16 @@
 """Rematerialisation: a scan whose backward pass recomputes what the forward pass did not keep."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from pallas_kernels.platform import vary_alike
-from pallas_kernels.target import target
 from rmt_tpu.execution.kernels import at_current_precision
 from rmt_tpu.layers import stacks
-
-# Maps a policy of rematerialisation to the names of the values that are kept in the device's memory
-# and in the host's memory. These values are the results of attention, the residual of a vector
-# store after each write, queries, keys and values as attention reads them, and products with
-# weights. A value is not kept if the backward pass does not need it, or can compute it from another
-# kept value without a product.
-_FULL, _PRODUCTS = ("attention", "residual"), ("heads", "product")
-_KEPT = {
-    "full": (_FULL, ()),
-    "dots": ((*_FULL, *_PRODUCTS), ()),
-    "offload": (_FULL, _PRODUCTS),
-}
-
-
-class Kept(NamedTuple):
-    """The names of the values that a policy keeps for the backward pass.
-
-    Attributes:
-      saved: the names of those that stay in the device's memory.
-      offloaded: the names of those that the host's memory holds until the backward pass.
-    """
-
-    saved: Sequence[str] = ()
-    offloaded: Sequence[str] = ()
-
-
-_NOTHING = Kept()
-
-
-def kept_by(policy: str) -> Kept | None:
-    """Return the names of what a policy keeps, or None if it does not choose values by name.
-
-    Only TPUs offload anything. Elsewhere these values stay in the device's memory.
-    """
-    if policy not in _KEPT:
-        return None
-    saved, offloaded = _KEPT[policy]
-    return Kept(saved, offloaded) if target().on_tpu else Kept((*saved, *offloaded))
-
-
-def recomputed(run: Callable, kept: Kept) -> Callable:
-    """Return `run` such that its backward pass recomputes all values but those that are kept.
-
-    `jax.ad_checkpoint.checkpoint_name` names a value. `run` is one iteration of a loop. Loops need
-    no barriers against merging, because XLA does not merge operations of different iterations.
-    """
-    policy = jax.checkpoint_policies.save_only_these_names(*kept.saved)
-    if kept.offloaded:
-        policy = jax.checkpoint_policies.save_and_offload_only_these_names(
-            names_which_can_be_saved=kept.saved,
-            names_which_can_be_offloaded=kept.offloaded,
-            offload_src="device",
-            offload_dst="pinned_host",
-        )
-    return jax.checkpoint(run, policy=policy, prevent_cse=False)
+from rmt_tpu.layers.kept import NOTHING, Kept, recomputed
 
 
 def scan_recomputed(
@@ -74,7 +19,7 @@ def scan_recomputed(
     scanned: Any,
     shared: Any,
     constants: Any,
-    kept: Kept = _NOTHING,
+    kept: Kept = NOTHING,
 ) -> Any:
     """Run `stacks.scan` so that the backward pass recomputes each step.
 

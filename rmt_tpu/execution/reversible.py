@@ -25,6 +25,7 @@ from rmt_tpu.execution.kernels import at_current_precision
 from rmt_tpu.execution.layer import DecoderParts, add_aux, no_aux, sites_and_cores
 from rmt_tpu.layers import choices
 from rmt_tpu.layers.data_vectors import Read
+from rmt_tpu.layers.kept import kept_by
 from rmt_tpu.layers.stacks import empty_like, scan, update_at
 from rmt_tpu.residual.protocols import ReversibleStore
 
@@ -93,6 +94,7 @@ class _Layers:
 
     def __init__(self, decoder: DecoderParts, store: ReversibleStore, dtype: jnp.dtype):
         self.config, self.store, self.dtype = decoder.config, store, dtype
+        self.kept = kept_by(decoder.config.remat)
         self.graphs = [nnx.graphdef(stack) for stack in decoder.stacks]
         self.last_sites = [nnx.graphdef(stack[-1].site) for stack in decoder.stacks]
         self.site_graph = nnx.graphdef(decoder.final_site)
@@ -118,7 +120,9 @@ class _Layers:
                     )
                     with jax.named_scope(core.name):
                         to = _slot(outputs, k, repeat)
-                        written, scalars, of_core = core.forward(z, context, index + k, to)
+                        written, scalars, of_core = core.forward(
+                            z, context, index + k, to, self.kept
+                        )
                     outputs = [*outputs[:k], written, *outputs[k + 1 :]]
                     aux = add_aux(aux, scalars)
                     saved.append(SavedSublayer(statistics, of_core))
@@ -206,8 +210,8 @@ class _Layers:
         output in `entry`; see `_source`.
         """
         batch, seq, _, size = entry.shape
-        count = lambda port: sum(port.heads) + port.residual * self.config.data_shape[0]
-        shape = lambda core: (stack.repeat, batch, seq, count(core.writes), size)
+        rank = self.config.data_shape[0]
+        shape = lambda core: (stack.repeat, batch, seq, core.writes.vectors(rank), size)
         outputs = [jax.lax.empty(shape(core), entry.dtype) for core in stack.cores]
         if stack.repeat > 1:
             more = jax.lax.empty((stack.repeat + 1, *outputs[-1].shape[1:]), entry.dtype)

@@ -14,9 +14,10 @@ from rmt_tpu import config as cfg
 from rmt_tpu.cores import Aux, Context
 from rmt_tpu.cores.core import Index
 from rmt_tpu.execution.layer import DecoderParts, no_aux, run_layer, sites_and_cores
-from rmt_tpu.execution.remat import kept_by, scan_recomputed
+from rmt_tpu.execution.remat import scan_recomputed
 from rmt_tpu.layers import stacks
 from rmt_tpu.layers.data_vectors import Read
+from rmt_tpu.layers.kept import kept_by
 from rmt_tpu.layers.products import read_in_stacks, refer_to_stack
 from rmt_tpu.residual.protocols import ReversibleStore, StateMixer, Store
 

@@ -17,6 +17,8 @@ _WRITES_IN_PLACE = ("tpu_v5_lite", "tpu_v5", "tpu_v6_lite")
 # The TPUs on which a single XLA instruction for both products of a feed-forward layer is faster
 # than two instructions, even with many tokens (docs/benchmarks/train_step.md).
 _FUSED_PRODUCTS = ("tpu_v6_lite",)
+# The rows of a tile of an array in HBM, on the TPUs of `_WRITES_IN_PLACE`.
+_TILE_ROWS = 8
 # A residual that fills at most this share of VMEM may stay there between two kernels.
 MAX_VMEM_SHARE = 0.5
 # The largest share of a vector's width that padding with zeros may add. More padding would cost
@@ -36,16 +38,24 @@ class Choice(NamedTuple):
     reason: str
 
 
-def outputs_in_place(target: Target) -> Choice:
+def outputs_in_place(target: Target, vectors: int) -> Choice:
     """Choose whether a sublayer's last matrix product is written directly into a stack of outputs.
 
     The stack contains the outputs of one sublayer in all repeats of the layers.
+
+    Args:
+      target: the device that the program is compiled for.
+      vectors: the number of vectors that the sublayer writes for each token.
     """
-    if target.slug in _WRITES_IN_PLACE:
+    if target.slug not in _WRITES_IN_PLACE:
+        return Choice(False, f"it is not known to avoid a copy of the stack on {target.kind}")
+    if vectors % _TILE_ROWS:
         return Choice(
-            True, "XLA writes the products in the layout that the residual's kernels read"
+            False,
+            f"the kernels read {vectors} vectors in tiles of {_TILE_ROWS}, and XLA would copy the "
+            "entire stack for the padding",
         )
-    return Choice(False, f"it is not known to avoid a copy of the stack on {target.kind}")
+    return Choice(True, "XLA writes the products in the layout that the residual's kernels read")
 
 
 def products_in_turn(target: Target, vectors: int, tokens: int) -> Choice:
@@ -65,21 +75,15 @@ def products_in_turn(target: Target, vectors: int, tokens: int) -> Choice:
     return Choice(True, "one instruction for both products takes a fifth longer with tokens last")
 
 
-def kept_in_rows(target: Target, vectors: int) -> Choice:
+def kept_in_rows(target: Target) -> Choice:
     """Choose whether the values kept for the backward pass have their last axis innermost.
 
-    These are the residual, and the products and hidden neurons of feed-forward layers. The two
-    products of a gated layer are then kept apart: XLA copies a slice of their joined stack before
-    it takes the parts.
-
-    Args:
-      target: the device that the program is compiled for.
-      vectors: the number of data vectors per token that a layer reads.
+    These are the residual vector, and the products and hidden neurons of feed-forward layers. The
+    two products of a gated layer are then kept apart: XLA copies a slice of their joined stack
+    before it takes the parts.
     """
     if not target.on_tpu:
         return Choice(False, "only XLA for TPUs is known to choose another layout")
-    if vectors > 1:
-        return Choice(False, "a residual matrix is read with tokens innermost")
     return Choice(True, "XLA would choose the layout of attention, and copy slices of stacks")
 
 

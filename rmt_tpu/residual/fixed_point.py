@@ -41,7 +41,7 @@ def with_float_residual(model: cfg.ModelConfig) -> cfg.ModelConfig:
     needed. A float residual cannot overflow. A config without reversible remat is returned
     unchanged.
     """
-    if model.remat != "reversible":
+    if not model.rebuilds_residual:
         return model
     store = model.store
     return replace(

@@ -45,16 +45,15 @@ class Site(nnx.Module):
     def __init__(self, config: cfg.ModelConfig, seed: Seed, place: Place):
         rank, size = config.data_shape
         base_rank, key_dim = config.base_model.data_shape[0], config.store.key_dim
-        count = lambda port, rank=rank: sum(port.heads) + port.residual * rank
         # The first site writes the embedding, which is not scaled down like the outputs of
         # sublayers.
         scale = jnp.where(place.index == 0, 1.0, storage_scale(config.num_sublayers))
-        writes, reads = count(place.writes), count(place.reads)
-        of_base = count(place.base_writes or place.writes, base_rank)
+        writes, reads = place.writes.vectors(rank), place.reads.vectors(rank)
+        of_base = (place.base_writes or place.writes).vectors(base_rank)
         scale *= key_init_scale(config, writes, of_base, writes=True)
         self.store_keys = store_keys(seed / "store_keys", writes, key_dim, scale=scale)
         self.gain = gain((key_dim, size), axes=("key", "head"))
-        of_base = count(place.base_reads or place.reads, base_rank)
+        of_base = (place.base_reads or place.reads).vectors(base_rank)
         scale = key_init_scale(config, reads, of_base, writes=False)
         self.read_keys = read_keys(seed / "read_keys", reads, key_dim, scale=scale)
         self.begins_layer, self.reads = place.within == 0, place.reads

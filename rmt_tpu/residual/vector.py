@@ -148,7 +148,7 @@ class Store(nnx.Module):
         """
         term = self.tiles.pad(self.write_term(y, writer).astype(residual.dtype))
         written = residual + term
-        if choices.kept_in_rows(target(), 1).value:
+        if choices.kept_in_rows(target()).value:
             written = in_rows(written)
         return checkpoint_name(written, "residual")
 

@@ -53,7 +53,7 @@ def lower_bound(config: RunConfig, run: PreparedRun) -> MemoryLowerBound:
     train, model = config.train, config.model
     # The backward pass needs the residual of every layer, except in the reversible schedule, which
     # rebuilds residuals, and with a mixer that keeps a bank of earlier outputs instead.
-    keeps_residuals = model.remat != "reversible" and not model.mixer.banked
+    keeps_residuals = not model.rebuilds_residual and not model.mixer.banked
     tokens = train.batch_size * config.data.seq_len
     tokens_at_once = tokens // train.accumulate
     if run.mesh.shape["stage"] > 1:

@@ -1,9 +1,9 @@
-"""The choice of what a model with a residual vector keeps for its backward pass on TPUs.
+"""The choice of what a model keeps for its backward pass on TPUs.
 
-With the remat policy "dots", a layer's backward pass computes no product again. A step with "dots"
-takes more memory than one with "full", and less time, except on devices whose matrix units are much
-faster than their memory (docs/benchmarks/train_step.md). The estimate of memory here is within 1%
-of the compiled programs of gpt2-405m (16 x 512 tokens) and llama-374m (4 x 2048). Only the compiler
+With the remat policies "dots" and "reversible_dots", a layer's backward pass computes no product
+again. A step takes more memory with them than with "full" and "reversible", and on most chips less
+time (docs/benchmarks/train_step.md). The estimate of memory here is within 1% of the compiled
+programs of gpt2-405m and rmt-305m (16 x 512 tokens) and llama-374m (4 x 2048). Only the compiler
 knows the actual memory of a step.
 """
 
@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 import sharding
-from pallas_kernels.target import chip_of
+from pallas_kernels.target import Target, chip_of
 from rmt_tpu import cost
 from rmt_tpu.config import RunConfig
 from rmt_tpu.decoder import compute_dtype, residual_dtype
@@ -24,9 +24,8 @@ from rmt_tpu.layers.choices import Choice
 _STATE_BYTES = 3 * 4 + 2 * 2
 # The largest share of a device's memory that the estimate may fill.
 _MOST = 0.9
-# The largest FLOP/s per byte/s of HBM bandwidth at which keeping products takes less time than
-# computing them again. v6e has 560, v5e 240.
-_MOST_FLOPS_PER_BYTE = 400
+# The TPUs on which a step with each policy takes no less time, by estimate.
+_NO_FASTER_ON = {"dots": ("tpu_v6_lite",), "reversible_dots": ("tpu7x",)}
 
 
 class Devices(NamedTuple):
@@ -50,8 +49,8 @@ class Devices(NamedTuple):
 def keeps_products(config: RunConfig, devices: Devices) -> Choice | None:
     """Choose whether all products with weights are kept for the backward pass.
 
-    The result is None if the model has neither a plain residual vector nor a bank of vectors, or if
-    the run has a pipeline.
+    The result is None if the run has a pipeline, or if the model has neither a plain residual
+    vector, nor a bank of vectors, nor a residual matrix that the backward pass rebuilds.
 
     Args:
       config: the run's config.
@@ -60,16 +59,15 @@ def keeps_products(config: RunConfig, devices: Devices) -> Choice | None:
     model, chip = config.model, chip_of(devices.kind)
     # Other mixers keep several residuals.
     has_one = "reversible" in model.mixer.remats or model.mixer.banked
-    if model.store.has_keys or not has_one:
+    if model.store.has_keys and not model.rebuilds_residual or not has_one:
         return None
     if sharding.parse_mesh(config.train.mesh).get("stage", 1) != 1:
         return None
     if chip is None or not chip.hbm:
         return Choice(False, f"{devices.kind} is not a TPU whose memory is known")
-    if chip.peak_flops > _MOST_FLOPS_PER_BYTE * chip.bandwidth:
-        return Choice(
-            False, f"{devices.kind} computes products so fast that keeping them saves no time"
-        )
+    policy = "reversible_dots" if model.rebuilds_residual else "dots"
+    if Target(devices.kind).slug in _NO_FASTER_ON[policy]:
+        return Choice(False, f'a step on {devices.kind} takes no less time with "{policy}"')
     of_token = _kept_per_token(config)
     if of_token is None:
         return Choice(False, "it is not known how much a layer would keep")
@@ -87,15 +85,23 @@ def keeps_products(config: RunConfig, devices: Devices) -> Choice | None:
 
 def _kept_per_token(config: RunConfig) -> int | None:
     """Return the bytes that all layers keep for each token, or None if this is not known."""
-    model = config.model
+    model, (vectors, size) = config.model, config.model.data_shape
     # A bank has at most one row per sublayer, a gradient of each, and running sums.
     rows = 3 if model.mixer.banked else 1
     of_residual = rows * jnp.dtype(residual_dtype(model)).itemsize * model.residual_size
     of_number, total = jnp.dtype(compute_dtype(model.compute_dtype)).itemsize, 0
+    if model.rebuilds_residual:
+        # There is one residual and its gradient. The outputs of all cores are kept instead.
+        total, of_residual = 2 * of_residual, 0
     for stack in model.stacks:
         for core in stack.cores:
             if (numbers := core.kept_numbers) is None:
                 return None
+            if model.rebuilds_residual:
+                # Attention's output counts as what it writes; queries, keys and values are read
+                # from the residual again. A log-sum takes the memory of two numbers.
+                inside = numbers if core.softmax is None else 2 * core.softmax.heads
+                numbers = core.writes.vectors(vectors) * size + inside
             total += stack.repeat * (of_residual + of_number * numbers)
     return total
 

@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import sharding
 from rmt_tpu import data
-from rmt_tpu.config import START_FIELDS, ModelConfig, RematPolicy, RunConfig
+from rmt_tpu.config import REVERSIBLE, START_FIELDS, ModelConfig, RematPolicy, RunConfig
 from rmt_tpu.cores.experts import dropless
 from rmt_tpu.decoder import Decoder, compute_dtype, residual_dtype
 from rmt_tpu.distributed import program_cache
@@ -40,6 +40,8 @@ from rmt_tpu.training.step import (
 
 # Parameters that a model has separately if it has fewer key heads than query heads. Otherwise, they
 # are part of other parameters, which have the same fan-in.
+# Maps the default remat to the policy that also keeps products.
+_WITH_PRODUCTS = {"full": "dots", "reversible": "reversible_dots"}
 _JOINED = {"read_fewer": "read", "value_taps": "taps"}
 
 
@@ -96,10 +98,10 @@ def resolve_auto(
 ) -> RunConfig:
     """Return `config` with each "auto" in the model replaced by the choice for this platform.
 
-    The default remat of an RMT is "reversible". It takes less time than the alternatives on TPUs
-    (by estimate) and CPUs, and less memory on all platforms. It is not available with pipeline
-    stages or a bfloat16 residual. The default for a residual vector, plain or with a bank, is
-    "dots" if `remat_choice.keeps_products` says so, and otherwise "full".
+    The default remat of an RMT is "reversible". It takes less time than "full" on TPUs (by
+    estimate) and CPUs, and less memory on all platforms. It is not available with pipeline stages
+    or a bfloat16 residual. The default of other models is "full". If `remat_choice.keeps_products`
+    says so, products are kept as well: the default is then "reversible_dots" or "dots".
 
     Args:
       config: the run's config.
@@ -108,8 +110,8 @@ def resolve_auto(
         int16. Its `depth_rate` is used if the config has none. What it has set in `START_FIELDS`
         replaces the values of the config. A value that it has not set stays, so that
         `workdir.check_workdir` sees the difference.
-      devices: the devices that the run trains on; None if they are not known. "dots" is then not
-        chosen.
+      devices: the devices that the run trains on; None if they are not known. No policy that
+        keeps products is then chosen.
 
     Raises:
       UsageError: a dtype is float64 without JAX_ENABLE_X64, and jax would silently use float32.
@@ -133,8 +135,9 @@ def resolve_auto(
     of_residual = residual_dtype(model).name
     # A run in bfloat16 that rebuilds a float32 residual has outgrown int16. A run in float32 never
     # had an int16 residual.
-    kept = {"remat": "reversible", "store.dtype": "float32", "compute_dtype": "bfloat16"}
+    kept = {"store.dtype": "float32", "compute_dtype": "bfloat16"}
     overflowed = all(resume_overrides.get(f"model.{path}") == kept[path] for path in kept)
+    overflowed = overflowed and resume_overrides.get("model.remat") in REVERSIBLE
     if overflowed and model.store.dtype == "auto" and of_residual == "int16":
         of_residual = "float32"
     store = dataclasses.replace(model.store, dtype=of_residual)
@@ -147,10 +150,11 @@ def resolve_auto(
     train = dataclasses.replace(config.train, **began)
     config = RunConfig(dataclasses.replace(model, store=store), train, config.data)
     is_free = asked == "auto" and "model.remat" not in resume_overrides
-    if is_free and config.model.remat == "full" and devices is not None:
+    if is_free and devices is not None:
         keeps = keeps_products(config, devices)
         if keeps is not None and keeps.value:
-            model = dataclasses.replace(config.model, remat="dots")
+            remat = _WITH_PRODUCTS[config.model.remat]
+            model = dataclasses.replace(config.model, remat=remat)
             return dataclasses.replace(config, model=model)
     return config
 
@@ -159,7 +163,7 @@ def _remat(model: ModelConfig, stages: int, resume_overrides: Mapping[str, str])
     if model.remat != "auto":
         return model.remat
     can_be_rebuilt = model.store.has_keys and model.store.dtype != "bfloat16" and stages == 1
-    legal = [p for p in model.mixer.remats if p != "reversible" or can_be_rebuilt]
+    legal = [p for p in model.mixer.remats if p not in REVERSIBLE or can_be_rebuilt]
     if resume_overrides.get("model.remat") in legal:
         return resume_overrides["model.remat"]
     return "reversible" if "reversible" in legal else "full"

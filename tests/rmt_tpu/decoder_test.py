@@ -148,7 +148,7 @@ def test_the_program_does_not_grow_with_depth(store):
     "store, policies",
     [
         # What "full" gives is compared with the equations above.
-        ("matrix", ("none", "dots", "reversible")),
+        ("matrix", ("none", "dots", "reversible", "reversible_dots")),
         *later(("matrix", ("none", "full")), ("vector", ("none", "dots", "full"))),
     ],
 )
@@ -178,16 +178,28 @@ def test_a_bank_with_kept_products_gives_the_same_gradients(store, mixer):
 
 
 @pytest.mark.parametrize(
-    ("mixer", "policy"), [("sum", "dots"), ("blocks", "dots"), ("sum", "offload")]
+    ("store", "mixer", "policy"),
+    [
+        ("vector", "sum", "dots"),
+        ("vector", "blocks", "dots"),
+        ("vector", "sum", "offload"),
+        ("matrix", "sum", "reversible_dots"),
+        ("matrix", "blocks", "dots"),
+    ],
 )
-def test_products_are_not_computed_again(mixer, policy):
-    """The backward pass has queries, keys and values, and the feed-forward layers' products."""
-    config = models.model("vector", mixer=models.MIXERS[mixer], remat=policy)
+def test_products_are_not_computed_again(store, mixer, policy):
+    """The backward pass has what the products with weights gave.
+
+    These are the products of feed-forward layers, and, where these are not read from a matrix, the
+    queries, keys and values.
+    """
+    config = models.model(store, mixer=models.MIXERS[mixer], remat=policy)
     graphdef, params = nnx.split(models.abstract(config), nnx.Param)
     loss = lambda p: jnp.sum(nnx.merge(graphdef, p)(models.tokens()))
     kept = jax.tree.leaves(jax.eval_shape(lambda p: jax.vjp(loss, p)[1], params))
     tokens = models.tokens().shape
-    for shape in [(*tokens, 9, 6), (*tokens, config.stacks[0].cores[1].hidden_dim)]:
+    products = [(*tokens, 9, 6)] * (store == "vector")
+    for shape in [*products, (*tokens, config.stacks[0].cores[1].hidden_dim)]:
         layers = [x.size for x in kept if x.shape[-len(shape) :] == shape]
         assert sum(layers) == 3 * np.prod(shape)
 

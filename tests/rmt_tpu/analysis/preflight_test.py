@@ -418,6 +418,7 @@ def test_advice_in_its_order():
     ("preset", "now", "legal"),
     [
         ("rmt-305m", "none", ["full", "reversible"]),
+        ("rmt-305m", "reversible_dots", ["reversible"]),
         ("rmt-305m", "reversible", []),
         ("gpt2-405m", "dots", ["full"]),
         ("gpt2-405m", "full", []),

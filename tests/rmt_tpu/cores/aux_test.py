@@ -68,6 +68,7 @@ STACK = cfg.Stack((Weighed(), cfg.FeedForward(6), Weighed(counts=True)), repeat=
 SYSTEMS = {
     "scanned": (cfg.VectorStore(8), cfg.Sum(), "full"),
     "reversible": (cfg.MatrixStore(4, vectors=2, vector_dim=4), cfg.Sum(), "reversible"),
+    "kept": (cfg.MatrixStore(4, vectors=2, vector_dim=4), cfg.Sum(), "reversible_dots"),
     "banked": (cfg.VectorStore(8), cfg.BlockAttention(sublayers_per_block=2), "blocks"),
     "blocks of a chunk": (
         cfg.MatrixStore(4, vectors=2, vector_dim=4),
@@ -140,6 +141,7 @@ def reference(params, config, batch, given):
         *later(
             ("scanned", "data=2,tensor=2,stage=2", {"accumulate": 2}),
             ("banked", "data=1", {}),
+            ("kept", "sequence=2,key=2", {}),
             ("blocks of a chunk", "stage=2,sequence=2,key=2", {}),
         ),
     ],

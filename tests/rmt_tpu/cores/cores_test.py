@@ -81,13 +81,18 @@ STORES = {
 MIXERS = {
     "sum": (cfg.Sum(), "full"),
     "reversible": (cfg.Sum(), "reversible"),
+    "reversible, kept": (cfg.Sum(), "reversible_dots"),
     "blocks of a period": (cfg.BlockAttention(sublayers_per_block=4), "full"),
     "blocks of 5": (cfg.BlockAttention(sublayers_per_block=5), "blocks"),
     "blocks of 3": (cfg.BlockAttention(sublayers_per_block=3), "full"),
+    "blocks of 3, kept": (cfg.BlockAttention(sublayers_per_block=3), "dots"),
     "full": (cfg.FullAttention(), "full"),
     "dense": (cfg.Dense(), "full"),
     "input query": (cfg.BlockAttention(sublayers_per_block=5, query="input"), "blocks"),
 }
+
+
+ON_MATRICES = ("reversible", "reversible, kept")
 
 
 def model(store, name, **changes):
@@ -109,7 +114,7 @@ def reference(params, tokens, config):
         ("vector", "sum"),
         *later(
             ("matrix", "blocks of 5"),
-            *[("vector", name) for name in MIXERS if name not in ("sum", "reversible")],
+            *[("vector", name) for name in MIXERS if name not in (*ON_MATRICES, "sum")],
             *[("matrix", name) for name in MIXERS if name != "blocks of 5"],
         ),
     ],
@@ -125,7 +130,7 @@ def test_a_model_of_many_cores_follows_their_equations(store, name):
         ("matrix", "reversible"),
         *later(
             *[("vector", name) for name in ("sum", "blocks of 5", "full")],
-            *[("matrix", name) for name in ("sum", "blocks of 3", "dense")],
+            *[("matrix", name) for name in ("sum", "blocks of 3", "dense", "reversible, kept")],
         ),
     ],
 )
@@ -146,7 +151,10 @@ def test_gated_delta_net_follows_its_equations(store, name):
 
 @pytest.mark.parametrize(
     "store, name",
-    [("vector", "sum"), *later(("vector", "blocks of 3"), ("matrix", "reversible"))],
+    [
+        ("vector", "sum"),
+        *later(("vector", "blocks of 3"), ("matrix", "reversible"), ("matrix", "reversible, kept")),
+    ],
 )
 def test_gated_latent_attention_and_situ_follow_their_equations(store, name):
     with jax.enable_x64(True):

@@ -59,6 +59,7 @@ STORES = {"vector": cfg.VectorStore(12), "matrix": cfg.MatrixStore(6, vectors=3,
     [
         ("matrix", cfg.Sum(), "reversible"),
         *later(
+            ("matrix", cfg.Sum(), "reversible_dots"),
             ("vector", cfg.Sum(), "full"),
             ("vector", cfg.BlockAttention(sublayers_per_block=3), "blocks"),
             ("matrix", cfg.FullAttention(), "full"),

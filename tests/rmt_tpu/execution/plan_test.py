@@ -42,11 +42,15 @@ def test_an_rmt(topology, in_place):
         "residual_dtype": "int16",
         "outputs_in_place": in_place,
         "products_in_turn": True,
-        "kept_in_rows": False,
+        "kept_in_rows": True,
         "rereads_rebuilt": topology == "tpu7x:2x2x1",
         "padded_width": None,
         "decode_kernels": True,
     }
+    kept = plan("rmt-305m", topology, model__remat="reversible_dots")
+    assert not kept.products_in_turn.value and "is kept" in kept.products_in_turn.reason
+    few = plan("rmt-134m", topology).outputs_in_place
+    assert not few.value and ("12 vectors" in few.reason) == in_place
     told = found.lines()
     assert told["compiled for"] == found.target.kind
     assert told["outputs in place"].startswith("yes: " if in_place else "no: ")
@@ -63,10 +67,9 @@ def test_attention_over_depth():
     assert "rereads rebuilt" not in plain.lines()
 
 
-def test_what_is_kept_is_in_rows_for_vectors_on_tpus():
+def test_what_is_kept_is_in_rows_on_tpus():
     assert plan("gpt2-tiny", "v5e:2x2").kept_in_rows.value
     assert not plan("gpt2-tiny").kept_in_rows.value
-    assert "tokens innermost" in plan("rmt-tiny", "v5e:2x2").kept_in_rows.reason
 
 
 def test_only_axes_that_divide_tokens_make_products_few():

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 from jax.ad_checkpoint import checkpoint_name
 
-from rmt_tpu.execution.remat import Kept, scan_recomputed
+from rmt_tpu.execution.remat import scan_recomputed
+from rmt_tpu.layers.kept import Kept
 from tests.closeness import assert_close
 
 SIZE = 3

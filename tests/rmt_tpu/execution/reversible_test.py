@@ -40,14 +40,23 @@ def relative_errors(got, wanted):
 
 
 @pytest.mark.parametrize(
-    "positions", [cfg.Rope(), *later(cfg.Alibi(), cfg.Learned(32))], ids=lambda p: p.kind
+    "positions, remat",
+    [
+        (cfg.Rope(), "reversible"),
+        *later(
+            (cfg.Alibi(), "reversible"),
+            (cfg.Learned(32), "reversible"),
+            (cfg.Rope(), "reversible_dots"),
+        ),
+    ],
+    ids=lambda value: getattr(value, "kind", value),
 )
-def test_gradients_in_float64_are_those_of_the_ordinary_policy(positions):
+def test_gradients_in_float64_are_those_of_the_ordinary_policy(positions, remat):
     with jax.enable_x64(True):
         config = models.model(positions=positions, compute_dtype="float64")
         params = models.random_parameters(config)
         ordinary = gradients(config, params=params)
-        rebuilt = gradients(replace(config, remat="reversible"), params=params)
+        rebuilt = gradients(replace(config, remat=remat), params=params)
         assert rebuilt[0] == pytest.approx(float(ordinary[0]), rel=1e-14)
         assert max(relative_errors(rebuilt[1], ordinary[1])) < 1e-13
 
@@ -169,7 +178,7 @@ def test_evaluation_and_decoding_compute_what_training_does():
 
 def test_policies_and_dtypes_that_do_not_fit_are_refused():
     with pytest.raises(UsageError, match="needs a matrix store; legal .* dots, offload, full"):
-        models.model("vector", remat="reversible")
+        models.model("vector", remat="reversible_dots")
     with pytest.raises(UsageError, match="'bfloat16' .* drift .*; legal: auto, int16"):
         models.model(remat="reversible", store=cfg.MatrixStore(5, "bfloat16"))
     with pytest.raises(UsageError, match="'int16' .* only with remat='reversible'"):

@@ -83,6 +83,7 @@ BIASED = (
 )
 ON_MATRICES = ("sum", "reversible", "blocks", "odd blocks", "full", "scores without norm", "dense")
 ON_MATRICES += ("delta", "delta, null", "mean", "mudd", "wide", "scalars", "open", "marin")
+ON_MATRICES += ("kept products",)
 WINDOWS = (
     cfg.Attention(8, 6, cfg.Rope(), False, num_kv_heads=4, window=5),
     cfg.FeedForward(10),
@@ -103,8 +104,10 @@ LEADERS = [
     ("matrix", "reversible"),
 ]
 FAST = {("matrix", "reversible"): ("fsdp", "sequence", "key")}
+# The policies of systems whose backward pass rebuilds the residual.
+REBUILT = {"reversible": "reversible", "kept products": "reversible_dots"}
 # These do not go with stages: their blocks or backward passes are not of one chunk of layers.
-WITHOUT_STAGES = {"odd blocks", "input query", "scores without norm", "reversible", "open"}
+WITHOUT_STAGES = {"odd blocks", "input query", "scores without norm", "open", *REBUILT}
 
 
 def axes_of(store, name):
@@ -154,7 +157,7 @@ def float64():
 
 
 def run_config(store, name, mesh, seq_len=12):
-    remat = {"remat": "reversible"} if name == "reversible" else {}
+    remat = {"remat": REBUILT[name]} if name in REBUILT else {}
     model = models.model(
         store,
         num_layers=2,
