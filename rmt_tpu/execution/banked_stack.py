@@ -4,6 +4,7 @@ A row of a bank contains one earlier output, or the sum of several. See `executi
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -45,14 +46,6 @@ from rmt_tpu.residual.protocols import (
     Store,
     Writer,
 )
-
-
-def _layer_arrays(arrays: StackArrays, index: Index, *, in_stack: bool) -> StackArrays:
-    decode_params = tuple(StackSlice(x, index) for x in arrays.decode_params)
-    return stacks.slice_at(arrays._replace(decode_params=()), index)._replace(
-        decode_params=decode_params,
-        in_stack=StackSlice(arrays.layers, index) if in_stack else None,
-    )
 
 
 class StackRunner:
@@ -135,14 +128,20 @@ class StackRunner:
             elif self.grouping.open:
                 saved = SavedStack(group_sums=empty(-(-self.repeat // self.group)))
 
-        def run(carry, start, layers, _):
-            group = self._begin(arrays, carry.bank, start, layers, first)
-            return self._group_forward(arrays, context, group, carry, keep)
-
         keeps_current = self.grouping.open or saved.outputs is not None
         running = ForwardCarry(bank, current if keeps_current else None, caches, saved, aux)
-        running, saved_layers = self._over_groups(run, running, decoding=caches is not None)
-        saved = running.saved._replace(layers=saved_layers)
+        if keep and self.kept is not None:
+            empty_layers = self._empty_layers(arrays, context, running, first)
+            running = running._replace(saved=saved._replace(layers=empty_layers))
+        trees = {}
+
+        def run(carry, start, layers):
+            group = self._begin(arrays, carry.bank, start, layers, first)
+            return self._group_forward(arrays, context, group, carry, keep, trees)
+
+        running = self._over_groups(run, running, decoding=caches is not None)
+        by_size = {size: jax.tree.unflatten(trees[size], running.saved.layers) for size in trees}
+        saved = running.saved._replace(layers=by_size)
         ended = running.current if self.grouping.open else jnp.zeros_like(current)
         return (running.bank, ended, running.aux), running.caches, saved
 
@@ -157,6 +156,23 @@ class StackRunner:
         shape = lambda core: (self.repeat, batch, seq, core.writes.vectors(rank), size)
         dtype = self.store.compute_dtype
         return tuple(jax.lax.empty(shape(core), dtype) for core in self.cores)
+
+    def _empty_layers(
+        self, arrays: StackArrays, context: Context, carry: ForwardCarry, first: Index | None
+    ) -> list[Array]:
+        """Return uninitialised stacks for what the layers save.
+
+        The loops write these stacks. If they returned what the layers save, XLA would copy it from
+        the stacks of a group to those of all groups.
+        """
+
+        def saved_layer(carry: ForwardCarry, index: Index) -> list[Array]:
+            group = self._begin(arrays, carry.bank, index, min(self.group, self.repeat), first)
+            over_layers = self._enter(arrays, group, carry)
+            run = self._layer_forward(arrays, context, group, keep=True)
+            return jax.tree.leaves(run(over_layers, index)[1])
+
+        return stacks.empty_for(saved_layer, self.repeat, carry, jnp.int32(0))
 
     def backward(
         self,
@@ -186,51 +202,38 @@ class StackRunner:
           the stack's arrays.
         """
 
-        def run(carry, start, layers, saved_layers):
+        def run(carry, start, layers):
             group = self._begin(arrays, bank, start, layers, first)
-            group_saved = saved._replace(layers=saved_layers)
-            return self._group_backward(
-                arrays, context, group, bank, group_saved, d_aux, carry
-            ), None
+            return self._group_backward(arrays, context, group, bank, saved, d_aux, carry)
 
         d_bank, d_current = carry
         ended = d_current if self.grouping.open else None
         summed = None if saved.outputs is None else jnp.zeros(bank.shape[1:], bank.dtype)
         d = BackwardCarry(d_bank, ended, stacks.empty_like(arrays), summed)
-        d, _ = self._over_groups(run, d, saved.layers, reverse=True)
+        d = self._over_groups(run, d, reverse=True)
         return (d.bank, jnp.zeros_like(d_current) if d.current is None else d.current), d.stack
 
     def _over_groups(
         self,
-        run: Callable[[tuple, Index, int, Any], tuple[tuple, Any]],
+        run: Callable[[tuple, Index, int], tuple],
         carry: tuple,
-        inputs: tuple[Any, Any] = (None, None),
         *,
         reverse: bool = False,
         decoding: bool = False,
-    ) -> tuple[tuple, tuple[Any, Any]]:
-        """Compute `carry, out = run(carry, first layer, number of layers, inputs)` for each group.
+    ) -> tuple:
+        """Compute `carry = run(carry, first layer, number of layers)` for each group of layers.
 
-        `inputs` and the returned outputs are pairs. The first entry belongs to all full groups,
-        stacked if there are several. The second entry belongs to the last group, if it is smaller.
+        The last group is smaller if the number of layers is not a multiple of a group's.
         """
         full, left = divmod(self.repeat, self.group)
-        full_inputs, last_inputs = inputs
-        full_outputs = last_outputs = None
-
-        def scanned(carry, group):
-            index, inputs = group
-            return run(carry, index * self.group, self.group, inputs)
-
         if left and reverse:
-            carry, last_outputs = run(carry, full * self.group, left, last_inputs)
+            carry = run(carry, full * self.group, left)
         # A single group runs without a loop, so that its first row is a Python integer.
         if full == 1:
-            carry, full_outputs = run(carry, 0, self.group, full_inputs)
-        else:
-            groups = (jnp.arange(full), full_inputs)
-            carry = vary_alike((full_inputs, carry))[1]
-            carry, full_outputs = jax.lax.scan(scanned, carry, groups, reverse=reverse)
+            carry = run(carry, 0, self.group)
+        elif full:
+            step = lambda carry, index: (run(carry, index * self.group, self.group), None)
+            carry, _ = jax.lax.scan(step, vary_alike(carry), jnp.arange(full), reverse=reverse)
         if left and not reverse:
             start = full * self.group
             if decoding:
@@ -238,8 +241,8 @@ class StackRunner:
                 # copy the weights of all layers to a different layout, and would keep a copy of
                 # this layer's weights through all decode steps of a program.
                 start, carry = jax.lax.optimization_barrier((jnp.int32(start), carry))
-            carry, last_outputs = run(carry, start, left, last_inputs)
-        return carry, (full_outputs, last_outputs)
+            carry = run(carry, start, left)
+        return carry
 
     def _begin(
         self, arrays: StackArrays, bank: Bank, start: Index, layers: int, first: Index | None
@@ -258,20 +261,56 @@ class StackRunner:
         return Group(start, layers, at, first_row, prior, rows)
 
     def _group_forward(
-        self, arrays: StackArrays, context: Context, group: Group, carry: ForwardCarry, keep: bool
-    ) -> tuple[ForwardCarry, Any]:
+        self,
+        arrays: StackArrays,
+        context: Context,
+        group: Group,
+        carry: ForwardCarry,
+        keep: bool,
+        trees: dict[int, Any],
+    ) -> ForwardCarry:
         """Run a group's layers, and return the new carry.
 
-        `keep` is whether to save what the backward pass needs.
-
-        The second result is one of the pair `SavedStack.layers`, stacked over the group's layers.
+        `keep` is whether to save what the backward pass needs. The structure of what a layer saves
+        is put into `trees`, under the number of layers of the group.
         """
-        bank, current, caches, saved, aux = carry
-        if saved.group_sums is not None:
+        if carry.saved.group_sums is not None:
             index = group.start // self.group
-            saved = saved._replace(group_sums=stacks.update_at(saved.group_sums, current, index))
+            sums = stacks.update_at(carry.saved.group_sums, carry.current, index)
+            carry = carry._replace(saved=carry.saved._replace(group_sums=sums))
+        run_layer = self._layer_forward(arrays, context, group, keep)
+
+        def run(over_layers, offset):
+            (rows, current, caches, saved, aux), saved_layer = run_layer(over_layers, offset)
+            if saved.layers is not None:
+                leaves, trees[group.layers] = jax.tree.flatten(saved_layer)
+                layers = stacks.update_at(saved.layers, leaves, group.start + offset)
+                saved = saved._replace(layers=layers)
+            return (rows, current, caches, saved, aux), None
+
+        over_layers = self._enter(arrays, group, carry)
+        over_layers, _ = jax.lax.scan(run, over_layers, jnp.arange(group.layers))
+        rows, current, caches, saved, aux = over_layers
+        bank = carry.bank
+        bank = stacks.update_range(bank, current[None] if rows is None else rows, group.first_row)
+        current = None if carry.current is None else current
+        return ForwardCarry(bank, current, caches, saved, aux)
+
+    def _enter(self, arrays: StackArrays, group: Group, carry: ForwardCarry) -> tuple:
+        """Return the state before a group's first layer: its rows and most of the carry."""
+        bank, current, caches, saved, aux = carry
         if current is None:
             current = jnp.zeros(bank.shape[1:], bank.dtype)
+        return vary_alike((arrays, (group.rows, current, caches, saved, aux)))[1]
+
+    def _layer_forward(
+        self, arrays: StackArrays, context: Context, group: Group, keep: bool
+    ) -> Callable[[tuple, Index], tuple[tuple, Any]]:
+        """Return a function that runs a layer of a group.
+
+        Its arguments are the state (see `_enter`) and the index of the layer in the group. It
+        returns the new state, and what the layer saves besides outputs and sums.
+        """
 
         def run_layer(carry, offset):
             rows, current, caches, saved, aux = carry
@@ -280,18 +319,21 @@ class StackRunner:
                 saved = saved._replace(
                     layer_sums=stacks.update_at(saved.layer_sums, current, index)
                 )
+            if keep and self.kept is not None and saved.outputs is None:
+                layer = self._layer_of(functools.partial(RunCore, self.store), group)
+                arguments = stacks.slice_at(arrays, index), group.prior, rows, current, aux
+                others = offset, jnp.int32(group.at), context
+                (_, rows, current, aux), pull_back = jax.vjp(
+                    recomputed(layer, self.kept), *arguments, *others
+                )
+                # The backward pass has the arguments.
+                saved_layer = dataclasses.replace(pull_back, args_res=None)
+                return (rows, current, caches, saved, aux), saved_layer
             write = RunCore(self.store, context, caches, index)
             if saved.outputs is not None:
                 write = RunAndSaveCore(self.store, context, saved.outputs, index, self.kept)
             in_stack = caches is not None and read_in_stacks(current)
-            layer_arrays = _layer_arrays(arrays, index, in_stack=in_stack)
-            if keep and self.kept is not None and saved.outputs is None:
-                run = recomputed(self._layer_of(write, group, offset), self.kept)
-                arguments = layer_arrays, group.prior, rows, current, aux
-                (_, rows, current, aux), pull_back = jax.vjp(run, *arguments)
-                # The backward pass has the arguments.
-                saved_layer = dataclasses.replace(pull_back, args_res=None)
-                return (rows, current, caches, saved, aux), saved_layer
+            layer_arrays = arrays.of_layer(index, in_stack=in_stack)
             _, rows, current, aux = self._layer(
                 write, layer_arrays, group.at, offset, group.prior, rows, current, aux
             )
@@ -301,25 +343,21 @@ class StackRunner:
             caches = None if caches is None else tuple(write.new)
             return (rows, current, caches, saved, aux), None
 
-        over_layers = (group.rows, current, caches, saved, aux)
-        over_layers = vary_alike((arrays, over_layers))[1]
-        over_layers, saved_layers = jax.lax.scan(run_layer, over_layers, jnp.arange(group.layers))
-        rows, current, caches, saved, aux = over_layers
-        bank = stacks.update_range(bank, current[None] if rows is None else rows, group.first_row)
-        keeps_current = carry.current is not None
-        return ForwardCarry(
-            bank, current if keeps_current else None, caches, saved, aux
-        ), saved_layers
+        return run_layer
 
-    def _layer_of(self, write: Write, group: Group, offset: Index) -> Callable:
-        """Return `_layer` for a layer of a group, as a function of the arrays that have gradients.
+    def _layer_of(self, write_in: Callable[[Context], Write], group: Group) -> Callable:
+        """Return `_layer` for a layer of a group, as a function of all arrays that it uses.
 
-        These are the layer's arrays, the result of phase one, the group's rows, the running sum,
-        and the sums of the cores' scalars.
+        The first five arguments are those with gradients: the layer's arrays, the result of phase
+        one, the group's rows, the running sum, and the sums of the cores' scalars. Because the
+        others are arguments, too, the forward pass need not save them.
         """
 
-        def run(layer_arrays, prior, rows, current, aux):
-            return self._layer(write, layer_arrays, group.at, offset, prior, rows, current, aux)
+        def run(layer_arrays, prior, rows, current, aux, offset, at, context):
+            # A Python integer stays one, so that slices at offsets computed from it are static.
+            at = group.at if isinstance(group.at, int) else at
+            write = write_in(context)
+            return self._layer(write, layer_arrays, at, offset, prior, rows, current, aux)
 
         return run
 
@@ -366,10 +404,7 @@ class StackRunner:
         d_aux: Aux,
         carry: BackwardCarry,
     ) -> BackwardCarry:
-        """Run the backward passes of a group's layers and of phase one (the read of earlier rows).
-
-        `saved.layers` belongs to this group only.
-        """
+        """Run the backward passes of a group's layers, and of the read of earlier rows."""
         d_bank, d_current, gradients, summed = carry
         nothing, no_aux = jnp.zeros(bank.shape[1:], bank.dtype), jax.tree.map(jnp.zeros_like, d_aux)
         sums, first_sum = saved.layer_sums, group.start
@@ -379,13 +414,14 @@ class StackRunner:
                 current = stacks.slice_at(saved.group_sums, group.start // self.group)
             sums, first_sum = self._recompute_sums(arrays, context, group, current, no_aux), 0
 
-        def undo_layer(carry, scanned):
+        def undo_layer(carry, offset):
             d_prior, d_rows, d_current, gradients, summed = carry
-            offset, saved_layer = scanned
             index = group.start + offset
-            write = RunCore(self.store, context)
+            saved_layer = stacks.slice_at((saved.layers or {}).get(group.layers), index)
+            write_in = functools.partial(RunCore, self.store)
             if saved.outputs is not None:
                 write = UseSavedOutput(self.store, context, saved.outputs, saved_layer, index)
+                write_in = lambda _: write
                 current = summed = self._rebuild_sum(
                     arrays, saved.outputs, group.start, offset, summed
                 )
@@ -394,12 +430,13 @@ class StackRunner:
                 # Without the barrier, XLA would slice the stack again for each use of the sum.
                 current = jax.lax.optimization_barrier(current)
 
-            arguments = stacks.slice_at(arrays, index), group.prior, group.rows, current, no_aux
+            arguments = [stacks.slice_at(arrays, index), group.prior, group.rows, current, no_aux]
+            arguments += [offset, jnp.int32(group.at), context]
             if saved_layer is None or saved.outputs is not None:
-                _, pull_back = jax.vjp(self._layer_of(write, group, offset), *arguments)
+                _, pull_back = jax.vjp(self._layer_of(write_in, group), *arguments)
             else:
-                pull_back = dataclasses.replace(saved_layer, args_res=list(arguments))
-            gradient, *cotangents, _ = pull_back((d_prior, d_rows, d_current, d_aux))
+                pull_back = dataclasses.replace(saved_layer, args_res=arguments)
+            gradient, *cotangents = pull_back((d_prior, d_rows, d_current, d_aux))[:4]
             return (*cotangents, stacks.update_at(gradients, gradient, index), summed), None
 
         count = self.grouping.rows(group.layers * self.period)
@@ -410,8 +447,8 @@ class StackRunner:
             ends = (None, d_rows[0])
         over_layers = (self.mixer.empty_cotangent(group.prior), *ends, gradients, summed)
         over_layers = vary_alike((arrays, over_layers))[1]
-        scanned = (jnp.arange(group.layers), saved.layers)
-        over_layers, _ = jax.lax.scan(undo_layer, over_layers, scanned, reverse=True)
+        offsets = jnp.arange(group.layers)
+        over_layers, _ = jax.lax.scan(undo_layer, over_layers, offsets, reverse=True)
         d_prior, d_rows, d_current, gradients, summed = over_layers
         if count == len(bank):
             d_bank = d_rows  # All rows of the bank belong to this group.

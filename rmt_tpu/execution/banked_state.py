@@ -10,6 +10,7 @@ from jaxtyping import Array, Float
 from pallas_kernels import StackSlice
 from rmt_tpu.cores import Aux
 from rmt_tpu.cores.core import Index
+from rmt_tpu.layers.stacks import slice_at
 from rmt_tpu.residual.protocols import Bank, Row
 
 
@@ -33,6 +34,14 @@ class StackArrays(NamedTuple):
     decode_params: tuple[Any, ...] = ()
     in_stack: StackSlice | None = None
 
+    def of_layer(self, index: Index, *, in_stack: bool) -> "StackArrays":
+        """Return the arrays of one layer; `in_stack` is whether to give the field of that name."""
+        decode_params = tuple(StackSlice(x, index) for x in self.decode_params)
+        return slice_at(self._replace(decode_params=()), index)._replace(
+            decode_params=decode_params,
+            in_stack=StackSlice(self.layers, index) if in_stack else None,
+        )
+
 
 class SavedStack(NamedTuple):
     """The arrays that a stack saves for its backward pass; fields that are not needed are None.
@@ -41,15 +50,16 @@ class SavedStack(NamedTuple):
       layer_sums: the running sum (the row in progress) before each layer.
       group_sums: the running sum before each group of layers, if it may be nonzero there.
       outputs: the output of each sublayer of a period in all repeats, saved instead of the sums.
-      layers: what the backward pass of each layer needs in addition to the sums or outputs, as a
-        pair: for the layers of all full groups, and for those of the last partial group. It is the
-        layer's own `pull_back`, or with `outputs` what the cores' `pull_back` needs.
+      layers: what the backward pass of each layer needs in addition to the sums or outputs. It is
+        the layer's own `pull_back`, or with `outputs` what the cores' `pull_back` needs. Its leaves
+        have a leading axis over all repeats. Its structure depends on the number of layers in a
+        group, which is the key. While the forward pass runs, it is a list of the leaves.
     """
 
     layer_sums: Float[Array, "repeat batch seq *shape"] | None = None
     group_sums: Float[Array, "groups batch seq *shape"] | None = None
     outputs: tuple[Float[Array, "repeat local_batch local_seq _ size"], ...] | None = None
-    layers: tuple[Any, Any] = (None, None)
+    layers: dict[int, Any] | list[Array] | None = None
 
 
 class ForwardCarry(NamedTuple):

@@ -90,6 +90,20 @@ def empty_like(stacks: Any) -> Any:
     return jax.tree.map(lambda x: jax.lax.empty(x.shape, x.dtype), stacks)
 
 
+def empty_for(run: Callable[..., list[Array]], count: int, *args: Any) -> list[Array]:
+    """Return an uninitialised stack of `count` slices for each array that `run(*args)` returns.
+
+    A stack is in the same memory as its slices: that of the device, or of the host.
+    """
+
+    def empty(x):
+        stack = jax.lax.empty((count, *x.shape), x.dtype)
+        of_device = x.memory_space == jax.memory.Space.Device
+        return stack if of_device else jax.device_put(stack, x.memory_space)
+
+    return [empty(x) for x in jax.make_jaxpr(run)(*args).out_avals]
+
+
 @jax.custom_vjp
 def slice_once(stack: Float[Array, "count *shape"], index: Index) -> tuple[Array, Array]:
     """Return the stack and its slice `index`, with a gradient that needs no stack of zeros.

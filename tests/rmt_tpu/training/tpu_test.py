@@ -202,6 +202,7 @@ def test_stacks_of_outputs_are_not_copied(heads):
     [
         ("rmt-tiny", "reversible_dots", {"model.attention.num_heads": 8}),
         *later(*((p, "dots", {"model.store.dim": 256}) for p in ("llama-tiny", "gpt2-tiny"))),
+        *later(("attnres-tiny", "dots", {"model.store.dim": 256, "model.mixer.num_blocks": 2})),
     ],
 )
 def test_products_that_are_kept_are_not_copied(preset, remat, sizes):
