@@ -9,8 +9,9 @@ from pathlib import Path
 from rmt_tpu.errors import RmtError, RunError
 
 TRAIN_ADVICE = (
-    "use a smaller --batch_size, --set=train.accumulate=2 or more, --set=model.remat=full, or, on "
-    "several devices, --mesh=fsdp=-1; `python -m recipes.preflight` shows what uses the memory"
+    "use a smaller --batch_size, --set=train.accumulate=2 or more, --set=model.remat=full (for an "
+    "RMT reversible), or, on several devices, --mesh=fsdp=-1; `python -m recipes.preflight` shows "
+    "what uses the memory"
 )
 
 

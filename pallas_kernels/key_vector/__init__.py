@@ -343,7 +343,7 @@ def _refuse_integers(residual):
     if not jnp.issubdtype(residual.dtype, jnp.floating):
         raise UnsupportedImplementation(
             f"the residual has dtype {residual.dtype}, which jax.grad does not support; legal: a "
-            "float dtype; for int16 use `undo`, or remat='reversible' in a model"
+            "float dtype; for int16 use `undo`, or a reversible remat in a model"
         )
 
 

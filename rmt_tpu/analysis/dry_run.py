@@ -40,8 +40,9 @@ def dry_run(
     Raises:
       UsageError, MeshError: `train` would refuse the run.
     """
-    may_keep = config.model.remat == "auto"
-    config = resolve_auto(config, workdir.resume_overrides(folder), Devices.here())
+    resumed = workdir.resume_overrides(folder)
+    may_keep = config.model.remat == "auto" and "model.remat" not in resumed
+    config = resolve_auto(config, resumed, Devices.here())
     run = prepare(config, sharding.make_mesh(config.train.mesh))
     tokenizer = data.load_tokenizer(config.data.tokenizer)
     datasets = read_text(config, folder, tokenizer, warm_start_of(config, folder))

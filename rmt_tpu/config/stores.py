@@ -64,9 +64,9 @@ class MatrixStore(Checked):
     first core that has heads. The number is `num_heads`, as in the paper, or the number of key
     heads for `Kda`.
 
-    The `dtype` "auto" is the compute dtype, with one exception. For bfloat16 with
-    `remat="reversible"`, it is int16. It is float32 instead if the initial residual is too small
-    for int16 (see `residual.fixed_point`), or if the residual grows too large for int16 in
+    The `dtype` "auto" is the compute dtype, with one exception. For bfloat16 with a remat policy
+    that rebuilds the residual, it is int16. It is float32 instead if the initial residual is too
+    small for int16 (see `residual.fixed_point`), or if the residual grows too large for int16 in
     training.
 
     The `dtype` "int16" is for fixed-point numbers with a step of `2^-fraction_bits` and a range of

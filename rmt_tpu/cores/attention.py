@@ -34,7 +34,7 @@ from rmt_tpu.layers import stacks
 from rmt_tpu.layers.caps import soft_capped
 from rmt_tpu.layers.choices import cache_width
 from rmt_tpu.layers.data_vectors import HeadsLayout, Read
-from rmt_tpu.layers.kept import NOTHING, Kept
+from rmt_tpu.layers.kept import Kept
 from rmt_tpu.layers.norm import normalize
 from rmt_tpu.layers.parameters import Seed, bias, gain, parameter
 from rmt_tpu.layers.products import times
@@ -130,23 +130,19 @@ class Attention(Core):
         context: Context,
         index: Index,
         to: pallas_kernels.StackSlice,
-        kept: Kept = NOTHING,
+        kept: Kept,
     ) -> tuple[
         Float[Array, "count batch seq heads head_dim"],
         Aux,
-        Float[Array, "batch all_seq own_heads"] | tuple,
+        Float[Array, "batch all_seq own_heads"] | Any,
     ]:
         """Attend, and also return the log-sum-exp of each softmax for the backward pass.
 
-        With an explicit mask or with output gates, `pull_back` recomputes the attention. The
-        log-sum-exp is then not needed, and is replaced by an array with 0 heads (with a mask) or by
-        () (with gates).
+        With an explicit mask or with output gates, this is the forward pass of any core, and no
+        log-sum-exp is returned.
         """
-        if self.core.output_gate:
+        if self.core.output_gate or context.mask is not None:
             return super().forward(z, context, index, to, kept)
-        if context.mask is not None:
-            y, log_sums = self(z, context, index), jnp.zeros((*to.shape[:2], 0), to.dtype)
-            return pallas_kernels.write_slice(y, to), {}, log_sums
         forward, qkv = pallas_kernels.attention_forward, self._pack(z.heads, context)
         if sharding.axis_size(self._swapped) == 1:
             stack, log_sums = self._attend(forward, context, index, qkv, to=to)
@@ -158,7 +154,7 @@ class Attention(Core):
         self,
         z: Read,
         y: pallas_kernels.StackSlice,
-        saved: Float[Array, "batch all_seq own_heads"] | tuple,
+        saved: Float[Array, "batch all_seq own_heads"] | Any,
         context: Context,
         index: Index,
         d_y: Float[Array, "batch seq heads head_dim"],

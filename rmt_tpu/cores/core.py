@@ -13,7 +13,6 @@ others are only reported. If no core returns scalars, the compiled program conta
 them.
 """
 
-import dataclasses
 from collections.abc import Callable
 from typing import Any, ClassVar, Literal, NamedTuple
 
@@ -28,7 +27,7 @@ from pallas_kernels.target import target
 from rmt_tpu import config as cfg
 from rmt_tpu.layers import choices
 from rmt_tpu.layers.data_vectors import HeadsLayout, Read, concatenate, separate
-from rmt_tpu.layers.kept import NOTHING, Kept, recomputed
+from rmt_tpu.layers.kept import Kept, recomputed, with_arguments, without_arguments
 from rmt_tpu.layers.stacks import Index
 
 # The decoding cache of a core is a tree of arrays, or () if the core needs no cache. It covers all
@@ -231,7 +230,7 @@ class Core(nnx.Module):
     """The base class of cores.
 
     By default, a core has no cache and returns no scalars, and its backward pass runs the forward
-    pass again.
+    pass again, except for what `forward` has kept.
 
     Attributes:
       name: the name of the core's scope in a compiled program. Reports group operations by scope.
@@ -262,14 +261,14 @@ class Core(nnx.Module):
         return self(z, context, index), {}
 
     def forward(
-        self, z: Read, context: Context, index: Index, to: StackSlice, kept: Kept = NOTHING
+        self, z: Read, context: Context, index: Index, to: StackSlice, kept: Kept
     ) -> tuple[Float[Array, "count batch seq_or_gathered vectors size"], Aux, Any]:
         """Run the core for a schedule that keeps the outputs y of all cores in one stacked array.
 
         Args:
           z, context, index: as in `__call__`.
           to: the place of the output.
-          kept: what `pull_back` gets besides z and y, and does not compute again.
+          kept: the names of the values that `pull_back` gets and does not compute again.
 
         Returns:
           The array `to.stack` with the output y written at index `to.index`, the core's scalars,
@@ -278,7 +277,7 @@ class Core(nnx.Module):
         if kept.products:
             arguments = self._parameters(), z, context, index
             (y, aux), pull_back = jax.vjp(recomputed(self._run_with(), kept), *arguments)
-            saved = dataclasses.replace(pull_back, args_res=None)
+            saved = without_arguments(pull_back)
         else:
             (y, aux), saved = self.with_aux(z, context, index), ()
         if not choices.outputs_in_place(target(), y.shape[2]).value:
@@ -304,11 +303,11 @@ class Core(nnx.Module):
         does not return are ignored.
         """
         run, arguments = self._run_with(), [self._parameters(), z, context, index]
-        if saved == ():
+        if isinstance(saved, tuple):  # it is empty
             (_, aux), pull_back = jax.vjp(lambda p, z: run(p, z, context, index), *arguments[:2])
         else:
             _, aux = jax.eval_shape(run, *arguments)
-            pull_back = dataclasses.replace(saved, args_res=arguments)
+            pull_back = with_arguments(saved, arguments)
         of_aux = {name: d_aux[name].astype(x.dtype) for name, x in aux.items()}
         d_parameters, d_z, *_ = pull_back((d_y, of_aux))
         return d_parameters, d_z

@@ -108,7 +108,7 @@ class FeedForward(Core):
             # for its own tokens.
             x = sharding.gather(x, "tensor", axis=1)
             if rows and self.core.gated:
-                parts = times_each(x, self.w_1, gathered=-2)
+                parts = times_each(x, self.w_1, gathered=-2, isolated=sequential)
                 biases = (None, None) if self.b_1 is None else self.b_1[...]
                 hidden = activations.gated(self.core, *map(_plus_bias, parts, biases))
             else:

@@ -3,7 +3,6 @@
 A row of a bank contains one earlier output, or the sum of several. See `execution.banked`.
 """
 
-import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -34,7 +33,7 @@ from rmt_tpu.execution.banked_writes import (
     write_saved,
 )
 from rmt_tpu.layers import stacks
-from rmt_tpu.layers.kept import kept_by, recomputed
+from rmt_tpu.layers.kept import kept_by, recomputed, with_arguments, without_arguments
 from rmt_tpu.layers.products import read_in_stacks, refer_to_stack
 from rmt_tpu.residual.protocols import (
     Bank,
@@ -327,8 +326,7 @@ class StackRunner:
                     recomputed(layer, self.kept), *arguments, *others
                 )
                 # The backward pass has the arguments.
-                saved_layer = dataclasses.replace(pull_back, args_res=None)
-                return (rows, current, caches, saved, aux), saved_layer
+                return (rows, current, caches, saved, aux), without_arguments(pull_back)
             write = RunCore(self.store, context, caches, index)
             if saved.outputs is not None:
                 write = RunAndSaveCore(self.store, context, saved.outputs, index, self.kept)
@@ -435,7 +433,7 @@ class StackRunner:
             if saved_layer is None or saved.outputs is not None:
                 _, pull_back = jax.vjp(self._layer_of(write_in, group), *arguments)
             else:
-                pull_back = dataclasses.replace(saved_layer, args_res=arguments)
+                pull_back = with_arguments(saved_layer, arguments)
             gradient, *cotangents = pull_back((d_prior, d_rows, d_current, d_aux))[:4]
             return (*cotangents, stacks.update_at(gradients, gradient, index), summed), None
 

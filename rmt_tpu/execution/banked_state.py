@@ -51,9 +51,9 @@ class SavedStack(NamedTuple):
       group_sums: the running sum before each group of layers, if it may be nonzero there.
       outputs: the output of each sublayer of a period in all repeats, saved instead of the sums.
       layers: what the backward pass of each layer needs in addition to the sums or outputs. It is
-        the layer's own `pull_back`, or with `outputs` what the cores' `pull_back` needs. Its leaves
-        have a leading axis over all repeats. Its structure depends on the number of layers in a
-        group, which is the key. While the forward pass runs, it is a list of the leaves.
+        the layer's own `pull_back`, or with `outputs` what the cores' `pull_back` needs. It is
+        a dict from the number of layers in a group to a tree. All trees have the same leaves, whose
+        leading axis is over all repeats. While the forward pass runs, it is a list of the leaves.
     """
 
     layer_sums: Float[Array, "repeat batch seq *shape"] | None = None

@@ -60,8 +60,8 @@ class RunCore:
 class RunAndSaveCore:
     """A write that runs the core and saves the core's output in a stack.
 
-    The attribute `outputs` has the stacks, one per sublayer of a layer. The attribute `saved`
-    collects what each core's `pull_back` needs in addition to the output, and what is `kept`.
+    The attribute `outputs` has the stacks, one per sublayer of a layer. The attribute `saved` has,
+    for each core, what its `pull_back` needs besides its input and output.
     """
 
     def __init__(

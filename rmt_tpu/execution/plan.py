@@ -21,6 +21,9 @@ _SCHEDULES = {
     "scanned": "each layer is one step of a scan",
 }
 
+# The schedules in which JAX differentiates every layer.
+_DIFFERENTIATED = ("scanned", "pipelined")
+
 
 class ExecutionPlan(NamedTuple):
     """The choices made for one train step.
@@ -76,10 +79,11 @@ def plan_of(config: RunConfig, mesh: jax.sharding.Mesh) -> ExecutionPlan:
         mesh.shape.get(axis, 1) for axis in sharding.RULES["tokens"]
     )
     in_turn = choices.products_in_turn(target, model.data_shape[0], own_tokens)
+    kept = kept_by(model.remat)
+    if in_turn.value and (schedule in _DIFFERENTIATED or (kept is not None and kept.products)):
+        in_turn = Choice(False, "a layer's forward pass is differentiated, where this is not so")
     in_place = rereads = padded = None
     if schedule == "reversible":
-        if kept_by(model.remat).products:
-            in_turn = Choice(False, "the first product is kept, as an array of its own")
         size = jnp.dtype(model.store.dtype).itemsize * model.residual_size
         in_place = choices.outputs_in_place(target, model.data_shape[0])
         rereads = choices.rereads_rebuilt(target, tokens * size // mesh.size)

@@ -1,6 +1,5 @@
 """Rematerialisation: a scan whose backward pass recomputes what the forward pass did not keep."""
 
-import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -10,7 +9,13 @@ import jax.numpy as jnp
 from pallas_kernels.platform import vary_alike
 from rmt_tpu.execution.kernels import at_current_precision
 from rmt_tpu.layers import stacks
-from rmt_tpu.layers.kept import NOTHING, Kept, recomputed
+from rmt_tpu.layers.kept import (
+    NOTHING,
+    Kept,
+    recomputed,
+    with_arguments,
+    without_arguments,
+)
 
 
 def scan_recomputed(
@@ -60,7 +65,7 @@ def scan_recomputed(
             arguments = before, piece, shared, index, constants
             after, pull_back = jax.vjp(recomputed(run_one, kept), *arguments)
             needed = pull_back.args_res[0]
-            return after, (needed, dataclasses.replace(pull_back, args_res=None))
+            return after, (needed, without_arguments(pull_back))
 
         carry, stacked = stacks.scan(step, carry, with_indices(scanned))
         return carry, (stacked, scanned, shared, constants)
@@ -71,7 +76,7 @@ def scan_recomputed(
         def step_backward(carry, indexed):
             (d_after, gradients, d_shared), ((before, pull_back), piece, index) = carry, indexed
             arguments = [before, piece, shared, index, constants]
-            pull_back = dataclasses.replace(pull_back, args_res=arguments)
+            pull_back = with_arguments(pull_back, arguments)
             d_before, gradient, d_step, *_ = pull_back(d_after)
             d_shared = jax.tree.map(jnp.add, d_shared, d_step)
             return (d_before, stacks.update_at(gradients, gradient, index), d_shared), None

@@ -2,10 +2,10 @@
 
 A write only adds to the residual X. The residual before a write can therefore be rebuilt by
 subtracting the written term: `X_l = X_{l+1} - w^T y`, with y the sublayer's output and w the
-storage keys. The backward pass starts from the last residual. The forward pass therefore keeps only
-the last residual and the outputs of all sublayers, of size `R * D_v` per token. The memory for
-these outputs does not grow with `D_k`. In int16 fixed point the rebuilt residuals are exact; in
-float32 they have errors of about 1e-7.
+storage keys. The backward pass starts from the last residual. The forward pass therefore keeps the
+last residual and the outputs of all sublayers, of size `R * D_v` per token. The memory for these
+outputs does not grow with `D_k`. In int16 fixed point the rebuilt residuals are exact; in float32
+they have errors of about 1e-7.
 """
 
 from typing import Any, NamedTuple

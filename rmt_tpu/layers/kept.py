@@ -3,8 +3,9 @@
 `jax.ad_checkpoint.checkpoint_name` names a value. What is not kept is computed again.
 """
 
+import dataclasses
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 
@@ -54,6 +55,19 @@ def kept_by(policy: str) -> Kept | None:
         return None
     saved, offloaded = _KEPT[policy]
     return Kept(saved, offloaded) if target().on_tpu else Kept((*saved, *offloaded))
+
+
+def without_arguments(pull_back: Any) -> Any:
+    """Return what `jax.vjp` returned, without the arguments of its function.
+
+    `with_arguments` puts the arguments back. They are then not kept a second time for each layer.
+    """
+    return dataclasses.replace(pull_back, args_res=None)
+
+
+def with_arguments(pull_back: Any, arguments: list[Any]) -> Any:
+    """Return the result of `without_arguments` with the arguments of the function put back."""
+    return dataclasses.replace(pull_back, args_res=arguments)
 
 
 def recomputed(run: Callable, kept: Kept) -> Callable:

@@ -52,7 +52,11 @@ def times(
 
 
 def times_each(
-    x: Float[Array, "*tokens K"], weights: nnx.Param | Array, *, gathered: int
+    x: Float[Array, "*tokens K"],
+    weights: nnx.Param | Array,
+    *,
+    gathered: int,
+    isolated: bool = False,
 ) -> tuple[Float[Array, "*tokens N"], ...]:
     """Return `x @ W` for each of P matrices W [P, K, N].
 
@@ -64,11 +68,13 @@ def times_each(
       x: the tokens' vectors, in the dtype of the products.
       weights: the array of P matrices, which may be a `StackSlice`.
       gathered: the axis of a matrix that the mesh axis `fsdp` shards: -2 for K and -1 for N.
+      isolated: whether to keep XLA from fusing the slicing of weights into the products.
     """
     w = weights.get_value() if isinstance(weights, nnx.Variable) else weights
     if isinstance(w, StackSlice):
         return tuple(jnp.split(times(x, weights, gathered=gathered), w.shape[0], axis=-1))
     w = sharding.gather(w.astype(x.dtype), "fsdp", axis=w.ndim + gathered)
+    w = isolate(w) if isolated else w
     return tuple(checkpoint_name(in_rows(product), "product") for product in _each(x, w))
 
 

@@ -287,7 +287,7 @@ class StateMixer(Protocol):
           store: the residual's store.
           state: the mixer's state.
           y: the output of the preceding core, or the embedding.
-          site: the site. A mixer that supports `remat="reversible"` must also accept a `StackSlice`
+          site: the site. A mixer of the reversible schedule must also accept a `StackSlice`
             of a stack of sites, and pass the slice on to the store.
           index: the number of sublayers before the site.
 

@@ -1,10 +1,10 @@
 """The choice of what a model keeps for its backward pass on TPUs.
 
 With the remat policies "dots" and "reversible_dots", a layer's backward pass computes no product
-again. A step takes more memory with them than with "full" and "reversible", and on most chips less
-time (docs/benchmarks/train_step.md). The estimate of memory here is within 1% of the compiled
-programs of gpt2-405m and rmt-305m (16 x 512 tokens) and llama-374m (4 x 2048). Only the compiler
-knows the actual memory of a step.
+with weights again. A step takes more memory with them than with "full" and "reversible", and on
+most chips less time (docs/benchmarks/train_step.md). The estimate of memory here is within 1% of
+the compiled programs of gpt2-405m and rmt-305m (16 x 512 tokens) and llama-374m (4 x 2048). Only
+the compiler knows the actual memory of a step.
 """
 
 import math
@@ -24,7 +24,7 @@ from rmt_tpu.layers.choices import Choice
 _STATE_BYTES = 3 * 4 + 2 * 2
 # The largest share of a device's memory that the estimate may fill.
 _MOST = 0.9
-# The TPUs on which a step with each policy takes no less time, by estimate.
+# For each policy, the TPUs on which it saves no time at some sizes, by estimate.
 _NO_FASTER_ON = {"dots": ("tpu_v6_lite",), "reversible_dots": ("tpu7x",)}
 
 
@@ -67,7 +67,7 @@ def keeps_products(config: RunConfig, devices: Devices) -> Choice | None:
         return Choice(False, f"{devices.kind} is not a TPU whose memory is known")
     policy = "reversible_dots" if model.rebuilds_residual else "dots"
     if Target(devices.kind).slug in _NO_FASTER_ON[policy]:
-        return Choice(False, f'a step on {devices.kind} takes no less time with "{policy}"')
+        return Choice(False, f'"{policy}" does not save time at all sizes on {devices.kind}')
     of_token = _kept_per_token(config)
     if of_token is None:
         return Choice(False, "it is not known how much a layer would keep")

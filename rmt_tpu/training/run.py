@@ -40,9 +40,9 @@ from rmt_tpu.training.step import (
 
 # Parameters that a model has separately if it has fewer key heads than query heads. Otherwise, they
 # are part of other parameters, which have the same fan-in.
+_JOINED = {"read_fewer": "read", "value_taps": "taps"}
 # Maps the default remat to the policy that also keeps products.
 _WITH_PRODUCTS = {"full": "dots", "reversible": "reversible_dots"}
-_JOINED = {"read_fewer": "read", "value_taps": "taps"}
 
 
 class PreparedRun(NamedTuple):

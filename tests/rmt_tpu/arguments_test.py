@@ -100,9 +100,24 @@ def test_a_cache_is_filled_with_64_bit_integers_about():
     assert (logits.shape, cache.length.dtype) == ((2, 3, models.VOCAB), jnp.int32)
 
 
+@pytest.mark.parametrize(
+    "mixer, remat",
+    [("sum", "reversible"), ("sum", "reversible_dots"), ("blocks", "full"), ("blocks", "dots")],
+)
+def test_gradients_with_positions_of_the_caller_can_be_traced(mixer, remat):
+    """Attention then has an explicit mask, and no kernel whose results are kept."""
+    config = models.model(mixer=models.MIXERS[mixer], remat=remat, num_layers=2)
+    graphdef, params = models.split(config)
+    positions = jnp.arange(1, 12)[None]
+    loss = lambda p: jnp.sum(nnx.merge(graphdef, p)(models.tokens(), positions=positions))
+    shapes = jax.eval_shape(jax.grad(loss), params)
+    assert jax.tree.map(jnp.shape, shapes) == jax.tree.map(jnp.shape, params)
+
+
 @pytest.mark.slow
-def test_a_reversible_model_takes_positions_of_the_caller():
-    """With the gradients of any other."""
+@pytest.mark.parametrize("policy", ["reversible", "reversible_dots"])
+def test_a_reversible_model_takes_positions_of_the_caller(policy):
+    """Its gradients are those of any other policy."""
     tokens, positions = models.tokens(seq=6), jnp.array([[3, 1, 4, 2, 6, 5]])
 
     def gradients(remat):
@@ -111,4 +126,4 @@ def test_a_reversible_model_takes_positions_of_the_caller():
         loss = lambda params: jnp.sum(nnx.merge(graphdef, params)(tokens, positions=positions) ** 2)
         return jax.jit(jax.grad(loss))(params)
 
-    assert_close(gradients("reversible"), gradients("none"), 1e-4)
+    assert_close(gradients(policy), gradients("none"), 1e-4)
