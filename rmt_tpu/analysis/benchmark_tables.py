@@ -176,7 +176,7 @@ SOURCES = {
     "residuals_160m": _residuals("gpt2-160m", _CHIPS),
     "residuals_405m": _residuals("gpt2-405m", _CHIPS, without=("mean",)),
     "peers": _peers(("llama-374m-2048@v5e", "llama-374m-2048@v5p")),
-    "peers_long": _peers(("llama-374m-8192@v5e",)),
+    "peers_long": _peers(("llama-374m-8192@v5e", "llama-374m-8192@v5p")),
     "peers_slice": _peers(("llama-374m-2048@v5e",), ":2x2"),
     "decode": _decode(
         _CHIPS,
