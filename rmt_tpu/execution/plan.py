@@ -81,7 +81,7 @@ def plan_of(config: RunConfig, mesh: jax.sharding.Mesh) -> ExecutionPlan:
     in_turn = choices.products_in_turn(target, model.data_shape[0], own_tokens)
     kept = kept_by(model.remat)
     if in_turn.value and (schedule in _DIFFERENTIATED or (kept is not None and kept.products)):
-        in_turn = Choice(False, "a layer's forward pass is differentiated, where this is not so")
+        in_turn = Choice(False, "JAX differentiates each layer, and XLA may join its products")
     in_place = rereads = padded = None
     if schedule == "reversible":
         size = jnp.dtype(model.store.dtype).itemsize * model.residual_size

@@ -1,6 +1,7 @@
-"""What the forward pass keeps for the backward pass, by the names of values.
+"""Policies of rematerialisation say what the forward pass keeps for the backward pass.
 
-`jax.ad_checkpoint.checkpoint_name` names a value. What is not kept is computed again.
+They choose values by their names, which `jax.ad_checkpoint.checkpoint_name` gives. What is not kept
+is computed again.
 """
 
 import dataclasses

@@ -67,7 +67,7 @@ def keeps_products(config: RunConfig, devices: Devices) -> Choice | None:
         return Choice(False, f"{devices.kind} is not a TPU whose memory is known")
     policy = "reversible_dots" if model.rebuilds_residual else "dots"
     if Target(devices.kind).slug in _NO_FASTER_ON[policy]:
-        return Choice(False, f'"{policy}" does not save time at all sizes on {devices.kind}')
+        return Choice(False, f'"{policy}" saves no time at some sizes on {devices.kind}')
     of_token = _kept_per_token(config)
     if of_token is None:
         return Choice(False, "it is not known how much a layer would keep")
