@@ -38,6 +38,7 @@ import sharding
 from rmt_tpu import config as cfg
 from rmt_tpu.config.depth_mixers import MUDD_WAYS as WAYS
 from rmt_tpu.layers import stacks
+from rmt_tpu.layers.activations import gelu_tanh
 from rmt_tpu.layers.data_vectors import Read
 from rmt_tpu.layers.parameters import Seed, parameter
 from rmt_tpu.residual.dense import LayerBank
@@ -281,7 +282,7 @@ def _weights(
     )
     mean_square = sharding.total(square, "key") / size
     normed = sharding.total(product, "key") * jax.lax.rsqrt(mean_square + epsilon)[..., None]
-    hidden = jax.nn.gelu(normed, approximate=True)
+    hidden = gelu_tanh(normed)
     dynamic = jnp.einsum("bsn,ncj->cjbs", hidden, project_out.astype(dtype))
     return dynamic + static.astype(dtype)[..., None, None]
 
