@@ -155,13 +155,13 @@ def _report_steps(folder: Path) -> int:
         f"{bar}\n\nFigures use the best guess where no cost model is named. The cost models:\n\n"
         f"{step_report.model_lines()}{largest}"
     )
-    picture = folder / "step_cost.png"
+    picture, estimated = folder / "step_cost.png", [cost.json() for cost in costs]
     with local.writing("output", folder):
-        step_report.draw_steps(costs, picture, f"Estimated, not measured. {note}")
+        step_report.draw_steps(estimated, picture, f"Estimated, not measured. {note}")
     values = {
         "how": method,
         "error_bar": bar,
-        "steps": [cost.json() for cost in costs],
+        "steps": estimated,
         "ratios": step_report.ratios(costs),
     }
     _write(folder / "step_cost", text, values)

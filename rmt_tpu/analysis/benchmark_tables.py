@@ -5,7 +5,8 @@
 
 The first command writes every table from the files in docs/benchmarks/data. A table goes between
 the comments `<!-- table: NAME -->` and `<!-- end -->` of a page. If the files of a table are
-missing, the command prints how to make them. The second command first runs a recipe, which can take
+missing, the command prints how to make them. It also draws the picture of `Pages.draw` if a number
+in it changed. The second command first runs a recipe, which can take
 an hour. It stores the recipe's JSON in docs/benchmarks/data, with the command, the date, the commit
 and the versions.
 """
@@ -22,6 +23,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from rmt_tpu.analysis import benchmark_layouts as layouts
+from rmt_tpu.analysis import step_report
 from rmt_tpu.estimator import versions
 from rmt_tpu.runs.environment import describe
 
@@ -326,7 +328,22 @@ class Pages(NamedTuple):
             before = page.read_text(encoding="utf-8")
             if (after := _REGION.sub(written, before)) != before:
                 page.write_text(after, encoding="utf-8")
+        self.draw()
         return missing
+
+    def draw(self) -> None:
+        """Draw `step_cost.png`, the parts of a step of 16 x 512 tokens, unless it is up to date."""
+        if (stored := self.stored("step_16")) is None:
+            return
+        steps = [values["report"]["steps"][0] for values in stored.values()]
+        used = next(iter(stored.values()))["versions"]
+        note = (
+            "Estimated, not measured. 16 x 512 tokens, bfloat16. "
+            f"jax {used['jax']}, libtpu {used['libtpu']}"
+        )
+        picture = self.folder / "step_cost.png"
+        if not step_report.shows_steps(steps, picture, note):
+            step_report.draw_steps(steps, picture, note)
 
     def take(self, source: str, part: str, environment: Mapping[str, Any]) -> None:
         """Run a source's recipe for one part of its report, and store the JSON output.

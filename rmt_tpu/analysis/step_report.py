@@ -1,8 +1,10 @@
 """Reports on the estimated cost of train steps, as Markdown tables and a picture."""
 
 import dataclasses
+import hashlib
+import json
 import textwrap
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -121,31 +123,47 @@ def largest_table(cost: StepCost, count: int = 25) -> str:
     return "\n".join(lines) + "\n"
 
 
-def draw_steps(costs: Sequence[StepCost], path: str | Path, note: str) -> None:
+def draw_steps(steps: Sequence[Mapping[str, Any]], path: str | Path, note: str) -> None:
     """Draw the time of a step in milliseconds as one bar per model and chip.
 
     Bars are stacked by part. An error bar shows the range over all cost models.
+
+    Args:
+      steps: the results of `StepCost.json`.
+      path: the path of the PNG file, which is written.
+      note: the text below the bars.
     """
     from matplotlib.figure import Figure
 
-    width = max(6, 2.5 + 1.3 * len(costs))
+    width = max(6, 2.5 + 1.3 * len(steps))
     figure = Figure(figsize=(width, 5), layout="constrained")
     axes = figure.subplots()
-    names = [f"{cost.preset}\n{cost.target}" for cost in costs]
-    bottom = [0.0] * len(costs)
+    names = [f"{step['preset']}\n{step['target']}" for step in steps]
+    bottom = [0.0] * len(steps)
     for i, part in enumerate(PARTS):
-        heights = [cost.parts[part] / cost.clock * 1e3 for cost in costs]
-        axes.bar(range(len(costs)), heights, 0.7, bottom=bottom, label=part, color=f"C{i}")
+        heights = [step["parts"][part] / step["clock"] * 1e3 for step in steps]
+        axes.bar(range(len(steps)), heights, 0.7, bottom=bottom, label=part, color=f"C{i}")
         bottom = [b + h for b, h in zip(bottom, heights, strict=True)]
-    spans = [[value / cost.clock * 1e3 for value in cost.by_model.values()] for cost in costs]
-    for i, span in enumerate(spans):
+    for i, step in enumerate(steps):
+        span = [cycles / step["clock"] * 1e3 for cycles in step["cycles_by_model"].values()]
         ends = axes.plot([i, i], [min(span), max(span)], "k_-", linewidth=1)
     ends[0].set_label("range over the cost models")
-    axes.set_xticks(range(len(costs)), names, fontsize=8)
+    axes.set_xticks(range(len(steps)), names, fontsize=8)
     axes.set(ylabel="milliseconds per step, estimated")
     axes.grid(axis="y", alpha=0.3)
     handles, labels = axes.get_legend_handles_labels()
     figure.legend(handles[::-1], labels[::-1], loc="outside right upper", fontsize=8)
     # About 18 letters of this size fit in an inch. A width of 15 leaves a margin.
     figure.supxlabel(textwrap.fill(note, round(15 * width)), fontsize=7)
-    figure.savefig(path, dpi=150)
+    figure.savefig(path, dpi=150, metadata={"Description": _digest(steps, note)})
+
+
+def shows_steps(steps: Sequence[Mapping[str, Any]], path: Path, note: str) -> bool:
+    """Return whether the file at `path` is what `draw_steps` draws of these steps."""
+    return path.exists() and _digest(steps, note).encode() in path.read_bytes()
+
+
+def _digest(steps: Sequence[Mapping[str, Any]], note: str) -> str:
+    names = "preset", "target", "clock", "parts", "cycles_by_model"
+    drawn = [[step[name] for name in names] for step in steps]
+    return hashlib.sha256(json.dumps([drawn, note]).encode()).hexdigest()

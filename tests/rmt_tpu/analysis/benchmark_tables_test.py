@@ -39,10 +39,15 @@ def texts(folder):
     return {page.name: page.read_text(encoding="utf-8") for page in folder.glob("*.md")}
 
 
+def picture(folder):
+    return (folder / "step_cost.png").read_bytes()
+
+
 def test_the_pages_have_the_tables_of_the_files(pages):
     """`python -m rmt_tpu.analysis.benchmark_tables docs/benchmarks` changes nothing."""
     pages.write()
     assert texts(pages.folder) == texts(FOLDER)
+    assert picture(pages.folder) == picture(FOLDER)
 
 
 def test_every_table_is_on_a_page_and_every_file_belongs_to_a_source():
@@ -60,6 +65,7 @@ def test_a_changed_number_changes_one_row(pages):
     before, after = (texts(f)["train_step.md"].splitlines() for f in (FOLDER, pages.folder))
     changed = [line for line in after if line not in before]
     assert len(before) == len(after) and len(changed) == 1
+    assert picture(pages.folder) != picture(FOLDER)
     other = json.loads(pages.file("step_16", "gpt2-405m@v5e").read_text())["report"]["steps"][0]
     cycles = other["cycles_by_model"]["best guess"]
     ratio = f"26.0 / {cycles / 1e6:.1f} = **{25.99e6 / cycles:.2f}**"

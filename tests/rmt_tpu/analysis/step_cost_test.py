@@ -114,7 +114,7 @@ def test_a_long_note_stays_within_the_picture(tmp_path, monkeypatch, count):
     figures, save = [], Figure.savefig
     keep = lambda figure, *args, **options: figures.append(figure) or save(figure, *args, **options)
     monkeypatch.setattr(Figure, "savefig", keep)
-    costs = [a_step(Assignment((), (), 7, 2))] * count
+    costs = [a_step(Assignment((), (), 7, 2)).json()] * count
     step_report.draw_steps(costs, tmp_path / "steps.png", "Estimated, not measured. " * 20)
     (figure,) = figures
     figure.draw_without_rendering()
@@ -138,7 +138,7 @@ def test_tables_and_picture(costs, tmp_path):
     largest = step_report.largest_table(rmt, 3).splitlines()[2:]
     assert len(largest) == 3 and max(rmt.rows, key=lambda row: row.cycles).name in largest[0]
     picture = tmp_path / "steps.png"
-    step_report.draw_steps([rmt, gpt2], picture, "estimated")
+    step_report.draw_steps([rmt.json(), gpt2.json()], picture, "estimated")
     assert picture.read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
     values = json.loads(json.dumps(rmt.json()))
     assert values["parts"] == rmt.parts and values["cycles"] == rmt.cycles and "rows" not in values
