@@ -123,7 +123,7 @@ _TPU = Track(
     eval_every=125,
     preset="llama-153m",
     start=_NODE,
-    flops_per_second=8 * 197e12 * 0.45,
+    flops_per_second=8 * 197e12 * 0.5,
 )
 _GPU = _TPU._replace(
     name="gpu",
