@@ -82,11 +82,15 @@ class Computes(Checked):
         """The softmax attention of the core, or None if the core has no such attention."""
         return None
 
-    @property
-    def kept_numbers(self) -> int | None:
-        """How many numbers per token remat "dots" keeps in the core; None if this is not known.
+    def kept_numbers(self, width: int, *, rebuilt: bool = False) -> int | None:
+        """Return how many numbers per token a core keeps with its products; None if not known.
 
         The numbers have the compute dtype. The residual does not count.
+
+        Args:
+          width: D, the size of the residual that a core with an output projection adds to.
+          rebuilt: whether the residual is rebuilt (remat "reversible_dots"). What the core writes
+            is then kept as well, and does not count here.
         """
         return None
 

@@ -109,16 +109,20 @@ class Attention(Heads):
         sizes = self.num_heads, self.kv_heads, self.head_dim, self.head_dim
         return Softmax(*sizes, alibi, self.window, self.logit_cap)
 
-    @property
-    def kept_numbers(self) -> int | None:
-        """The count of queries, keys, values, outputs and log-sums.
+    def kept_numbers(self, width: int, *, rebuilt: bool = False) -> int:
+        """Return the count of queries, keys, values, outputs and log-sums.
 
-        It is None with a query-key norm, an output gate or an output projection of the core.
+        The product with W_QKV is kept as well if it is normed or contains gates, and so is what the
+        core writes if that is normed. If the residual is rebuilt, queries, keys and values are read
+        from it again, unless there are gates.
         """
-        if self.query_key_norm or self.output_gate or self.projects:
-            return None
         # A log-sum in float32 takes the memory of two numbers in bfloat16.
-        return (sum(self.qkv_heads) + self.num_heads) * self.head_dim + 2 * self.num_heads
+        qkv, out, log_sums = sum(self.qkv_heads), self.num_heads, 2 * self.num_heads
+        if rebuilt:
+            return log_sums + self.output_gate * (qkv + out) * self.head_dim
+        heads = qkv + out + self.output_gate * out
+        heads += (self.output_gate or self.query_key_norm) * qkv
+        return heads * self.head_dim + log_sums + (self.normed != "input") * width
 
     @property
     def qkv_heads(self) -> tuple[int, int, int]:
@@ -212,10 +216,9 @@ class FeedForward(Computes):
         super().__post_init__()
         check_situ(self)
 
-    @property
-    def kept_numbers(self) -> int | None:
-        """The count of the product with W_1; None unless only the input is normed."""
-        return (1 + self.gated) * self.hidden_dim if self.normed == "input" else None
+    def kept_numbers(self, width: int, *, rebuilt: bool = False) -> int:
+        """Return the count of the product with W_1, and of the output if it is normed."""
+        return (1 + self.gated) * self.hidden_dim + (self.normed != "input") * width
 
     @property
     def gated(self) -> bool:

@@ -95,13 +95,11 @@ def _kept_per_token(config: RunConfig) -> int | None:
         total, of_residual = 2 * of_residual, 0
     for stack in model.stacks:
         for core in stack.cores:
-            if (numbers := core.kept_numbers) is None:
+            numbers = core.kept_numbers(model.width, rebuilt=model.rebuilds_residual)
+            if numbers is None:
                 return None
             if model.rebuilds_residual:
-                # Attention's output counts as what it writes; queries, keys and values are read
-                # from the residual again. A log-sum takes the memory of two numbers.
-                inside = numbers if core.softmax is None else 2 * core.softmax.heads
-                numbers = core.writes.vectors(vectors) * size + inside
+                numbers += core.writes.vectors(vectors) * size
             total += stack.repeat * (of_residual + of_number * numbers)
     return total
 

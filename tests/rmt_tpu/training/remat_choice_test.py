@@ -1,7 +1,15 @@
 """Tests of the choice of what a model keeps for its backward pass on TPUs."""
 
-import pytest
+import dataclasses
 
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import nnx
+from jax.extend.core import Var
+
+from pallas_kernels.target import lowering_for
+from rmt_tpu import Decoder
 from rmt_tpu.analysis.step_cost import TrainStep, step_costs
 from rmt_tpu.config import overrides
 from rmt_tpu.config.presets import run
@@ -11,6 +19,8 @@ from rmt_tpu.training.run import resolve_auto
 
 SIZE = {"train.batch_size": 16, "data.seq_len": 512, "model.compute_dtype": "bfloat16"}
 V5E = "TPU v5 lite"
+NORMED = {"model.attention.normed": "both", "model.feed_forward.normed": "both"}
+GATED = {"model.attention.output_gate": True, "model.attention.num_kv_heads": 2}
 
 
 def config_of(preset, changes):
@@ -50,6 +60,9 @@ def config_of(preset, changes):
         ("rmt-attnres-305m", {}, Devices(V5E, 1), "full"),
         ("gpt2-405m", {"model.mixer": "hyper_connections"}, Devices(V5E, 1), "full"),
         ("kimi-tiny", {"model.mixer": "sum"}, Devices(V5E, 1), "full"),
+        ("llama-374m", {"model.attention.query_key_norm": True}, Devices(V5E, 1), "dots"),
+        ("llama-374m", NORMED, Devices(V5E, 1), "dots"),
+        ("rmt-305m", {"model.attention.output_gate": True}, Devices(V5E, 1), "reversible_dots"),
     ],
 )
 def test_products_are_kept_where_they_fit(preset, changes, devices, remat):
@@ -68,6 +81,43 @@ def test_the_reason_names_the_sizes():
     assert keeps.value and keeps.reason.startswith("a device would keep 4.0 GB for the backward")
     assert keeps_products(config_of("rmt-attnres-305m", {}), Devices(V5E, 1)) is None
     assert "memory is known" in keeps_products(config_of("gpt2-405m", {}), Devices("cpu", 1)).reason
+
+
+def stacked_numbers(model, seq_len=256):
+    """Count the 2-byte numbers per token that a pull-back has in stacks of all layers' values."""
+    graphdef, params = nnx.split(nnx.eval_shape(lambda: Decoder(model, rngs=nnx.Rngs(0))))
+
+    def pull_back(params, tokens):
+        return jax.vjp(lambda p: nnx.merge(graphdef, p)(tokens).sum(), params)[1]
+
+    with lowering_for(V5E):
+        program = jax.make_jaxpr(pull_back)(params, jnp.zeros((1, seq_len), int)).jaxpr
+    kept = {v for v in program.outvars if isinstance(v, Var)} - {*program.invars}
+    repeat = model.stacks[0].repeat
+    stacks = [v.aval for v in kept if v.aval.shape[:1] == (repeat,) and seq_len in v.aval.shape]
+    return sum(stack.size * stack.dtype.itemsize for stack in stacks) / (2 * seq_len * repeat)
+
+
+@pytest.mark.parametrize(
+    ("preset", "changes"),
+    [
+        ("gpt2-tiny", {}),
+        ("gpt2-tiny", {"model.attention.query_key_norm": True} | NORMED),
+        ("gpt2-tiny", {"model.feed_forward.activation": "swiglu"} | GATED),
+        ("rmt-tiny", GATED),
+    ],
+)
+def test_cores_keep_as_many_numbers_as_they_say(preset, changes):
+    """All numbers here are of 2 bytes, or are log-sums, which count as two of them."""
+    remat = "reversible_dots" if preset == "rmt-tiny" else "dots"
+    model = config_of(preset, {"model.remat": remat} | changes).model
+    model = resolve_auto(dataclasses.replace(run(preset), model=model)).model
+    cores, rebuilt = model.stacks[0].cores, model.rebuilds_residual
+    said = sum(core.kept_numbers(model.width, rebuilt=rebuilt) for core in cores)
+    # In a vector model, the residual of each of the two sublayers is kept; an RMT keeps what one of
+    # its sublayers writes in a stack of this length, and a float32 statistic of each norm.
+    rest = 2 * model.width if not rebuilt else model.width + 2 * 2 * 2
+    assert stacked_numbers(model) == said + rest
 
 
 @pytest.mark.slow
