@@ -45,7 +45,8 @@ class BpeTokenizer(Tokenizer):
 
         Raises:
           Unusable: the tokenizer does not put a token before texts and its vocabulary has none of
-            `BOS_NAMES`, or a token id is negative or too large.
+            `BOS_NAMES`, a token id is negative or too large, words end with a suffix, or BOS stands
+            for unknown characters.
         """
         from tokenizers import AddedToken
 
@@ -76,6 +77,7 @@ class BpeTokenizer(Tokenizer):
         there[list(vocabulary.values())] = True
         self.gaps = tuple(np.flatnonzero(~there).tolist())
         self._library = library
+        self._check_model()
 
     @classmethod
     def from_gpt2_files(cls, name: str, encoder: Path, merges: Path) -> "BpeTokenizer":
@@ -213,6 +215,21 @@ class BpeTokenizer(Tokenizer):
         library.post_processor = processors.Sequence([*others, puts])
         return library.to_str()
 
+    def _check_model(self):
+        """Raise Unusable if tokens have no text of their own, or if a text may contain BOS."""
+        model = self._library.model
+        if suffix := getattr(model, "end_of_word_suffix", None):
+            raise Unusable(
+                f"its words end with {suffix!r}, and the spaces between words belong to no token; "
+                "legal: a tokenizer whose tokens contain the spaces"
+            )
+        unknown, by_bytes = (getattr(model, n, None) for n in ("unk_token", "byte_fallback"))
+        if unknown == self._bos_name and not (by_bytes or self._is_byte_level):
+            raise Unusable(
+                f"{unknown}, which starts a document, also stands for unknown characters; legal: "
+                "another token for these, or a vocabulary with a token for each byte"
+            )
+
     def _encode(self, texts: list[str]) -> list[Int32[np.ndarray, " _"]]:
         encodings = self._library.encode_batch_fast(texts, add_special_tokens=False)
         return [np.array(encoding.ids, np.int32) for encoding in encodings]
@@ -259,7 +276,10 @@ class BpeTokenizer(Tokenizer):
         for name, token in self._library.get_vocab(with_added_tokens=True).items():
             pieces[token] = spell(name, token)
         for token, added in self._library.get_added_tokens_decoder().items():
-            pieces[token] = b"" if added.special else added.content.encode()
+            if added.special:
+                pieces[token] = b""
+            elif self._is_byte_level:
+                pieces[token] = added.content.encode()
         return pieces
 
     def _byte_level_piece(self, name: str, token: int) -> bytes:

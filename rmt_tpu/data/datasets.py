@@ -54,11 +54,6 @@ def load_datasets(config: RunConfig, tokenizer: data.Tokenizer) -> Datasets:
         tokenizer or without the marks that the config's format needs.
       RunError: the manifest of a store is damaged.
     """
-    if tokenizer.vocab_size > config.model.vocab_size:
-        raise UsageError(
-            f"model.vocab_size={config.model.vocab_size} is smaller than the {tokenizer.vocab_size}"
-            f" tokens of --tokenizer={config.data.tokenizer}; legal: {tokenizer.vocab_size} or more"
-        )
     if not config.data.mixture:
         return _load(config, tokenizer, config.data.source)
     with _errors_of_mixture():
@@ -88,10 +83,12 @@ def _load(config: RunConfig, tokenizer: data.Tokenizer, source: str) -> Datasets
                 "--format=text, so every token has a loss; legal: --format=text, or a store that "
                 f"was prepared with --format={config.data.format}"
             )
+        _check_vocabulary(config, tokenizer, special=store.has_marks)
         train, held_out = store.train, store.held_out
         if store.has_marks:
             bounds = {True: train.bounds(), False: held_out.bounds()}
     else:
+        _check_vocabulary(config, tokenizer, special=config.data.format != "text")
         (train, of_train), (held_out, of_held_out) = _read(config, tokenizer, source)
         if config.data.format != "text":
             bounds = {True: of_train, False: of_held_out}
@@ -109,6 +106,25 @@ def _load(config: RunConfig, tokenizer: data.Tokenizer, source: str) -> Datasets
         )
 
     return Datasets(windows(train, shuffle=True), windows(held_out, shuffle=False))
+
+
+def _check_vocabulary(config: RunConfig, tokenizer: data.Tokenizer, *, special: bool):
+    """Raise UsageError if the model lacks an embedding of a token that the text may have.
+
+    Args:
+      config: the run's config.
+      tokenizer: the tokenizer.
+      special: whether the text may have other special tokens than BOS.
+    """
+    given, count = config.model.vocab_size, tokenizer.vocab_size
+    # Special tokens have no text. A folder of the hub's format may have more of them than
+    # embeddings: the tokenizer of the text-only Gemma 3 has a token for images.
+    needed = lambda token: special or token == tokenizer.bos or tokenizer.decode_bytes([token])
+    if any(map(needed, range(given, count))):
+        raise UsageError(
+            f"model.vocab_size={given} is smaller than the {count} tokens of "
+            f"--tokenizer={config.data.tokenizer}; legal: {count} or more"
+        )
 
 
 def _read(config: RunConfig, tokenizer: data.Tokenizer, source: str) -> list[Packed]:

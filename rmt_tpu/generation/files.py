@@ -75,8 +75,11 @@ class Output:
         whole, last = text[: text.rfind("\n") + 1], text[text.rfind("\n") + 1 :]
         self._broken = last != ""
         self.lines = list(self._parsed(whole))
-        if not _is_interrupted(last):
-            raise self._foreign(whole.count("\n") + 1)
+        try:
+            # A last line that lacks only its end is complete.
+            self.lines += self._parsed(last)
+        except UsageError:
+            raise self._foreign(whole.count("\n") + 1) from None
 
     def add(self, *lines: dict[str, Any]) -> None:
         """Append all lines in a single write."""

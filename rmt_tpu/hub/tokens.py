@@ -8,6 +8,7 @@ from typing import Any
 
 from rmt_tpu import data
 from rmt_tpu.data.tokenizer import byte_names
+from rmt_tpu.errors import UsageError
 from rmt_tpu.hub.fields import optional_values_in
 from rmt_tpu.hub.models import Description
 from rmt_tpu.storage import Location
@@ -22,9 +23,15 @@ def read_tokenizer(folder: Location, described: Description) -> data.Tokenizer:
     in tokenizer_config.json. `_ends` describes how a text ends.
 
     Raises:
-      UsageError: the folder has no tokenizer, or a file is damaged.
+      UsageError: the folder has no tokenizer, a file is damaged, or the model has no embedding of
+        the start token.
     """
     tokenizer = data.load_tokenizer(data.spec_of_folder(folder))
+    if tokenizer.bos >= described.model.vocab_size:
+        raise UsageError(
+            f"{folder}: the start token {tokenizer.bos} has no embedding, because config.json has "
+            f"vocab_size={described.model.vocab_size}; legal: a start token below it"
+        )
     values = optional_values_in(folder, CONFIG)
     tokenizer.starts = tokenizer.template
     tokenizer.ends = _ends(tokenizer, described, values)

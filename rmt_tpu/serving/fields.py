@@ -32,7 +32,8 @@ class Refusal(Exception):
         code: str | None = None,
         retry_after: int | None = None,
     ):
-        super().__init__(message)
+        # A message may quote an unpaired surrogate of the request, which no answer can contain.
+        super().__init__(message.encode(errors="backslashreplace").decode())
         self.param, self.status, self.code = param, status, code
         self.retry_after = retry_after
 

@@ -128,8 +128,14 @@ class Worker(threading.Thread):
             self._engine.reset()
 
     def _start_job(self, job: Job) -> None:
+        """Submit the requests of a job. If the engine refuses one, the job gets the error."""
         for index, request in enumerate(job.requests):
-            number = self._engine.submit(request)
+            try:
+                number = self._engine.submit(request)
+            except RmtError as error:
+                self._forget(job)
+                job.deliver(RuntimeError(one_line(error)))
+                return
             job.numbers.append(number)
             draft = Draft(index, self._tokenizer, job.stop, request.adjustment.min_tokens)
             self._open[number] = job, index, draft

@@ -285,3 +285,35 @@ def test_texts_are_loaded_with_what_each_holds_out(tmp_path):
     data = dataclasses.replace(config.data, mixture=(wrong, config.data.mixture[1]))
     with pytest.raises(UsageError, match="^--mixture: '.*x.txt': '.*x.txt' matches no file"):
         load_datasets(dataclasses.replace(config, data=data), ByteTokenizer())
+
+
+class WithMore(ByteTokenizer):
+    """A tokenizer with one token more than the byte tokenizer, whose text is `more`."""
+
+    vocab_size = 258
+    more = b""
+
+    def decode_bytes(self, tokens):
+        return b"".join(
+            self.more if t == 257 else super(WithMore, self).decode_bytes([t]) for t in tokens
+        )
+
+
+def test_only_tokens_with_a_text_need_an_embedding(tmp_path, monkeypatch):
+    (tmp_path / "a.txt").write_text("stone river over and " * 200)
+    sizes = {"model.vocab_size": 257, "data.seq_len": 16, "train.batch_size": 2}
+    source = {"data.source": f"{tmp_path}/a.txt", "data.eval_fraction": 0.1}
+    config = overrides.apply(preset_run("rmt-tiny"), sizes | source)
+    datasets = load_datasets(config, WithMore())
+    assert datasets.train.checksum() == load_datasets(config, ByteTokenizer()).train.checksum()
+    refused = "^model.vocab_size=257 is smaller than the 258 tokens of --tokenizer=byte; legal: 258"
+    messages = overrides.apply(config, {"data.format": "messages"})
+    with pytest.raises(UsageError, match=refused):
+        load_datasets(messages, WithMore())
+    monkeypatch.setattr(WithMore, "more", b"x")
+    with pytest.raises(UsageError, match=refused):
+        load_datasets(config, WithMore())
+    monkeypatch.setattr(WithMore, "more", b"")
+    monkeypatch.setattr(WithMore, "bos", 257)
+    with pytest.raises(UsageError, match=refused):
+        load_datasets(config, WithMore())

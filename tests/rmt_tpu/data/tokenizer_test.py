@@ -14,6 +14,7 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 from rmt_tpu.data import ByteTokenizer, load_saved, load_tokenizer
 from rmt_tpu.data.bpe import BpeTokenizer
 from rmt_tpu.data.marked import Marked, Piece, encode_all, have_loss, without_marks
+from rmt_tpu.data.tokenizer import Unusable
 from rmt_tpu.errors import UsageError
 
 END = "<|endoftext|>"
@@ -256,6 +257,30 @@ def test_fingerprints_tell_tokenizers_apart(gpt2):
     found = [ByteTokenizer(), load_tokenizer(gpt2)]
     found += [BpeTokenizer("other", library) for library in (spaced, merged)]
     assert len({tokenizer.fingerprint() for tokenizer in found}) == len(found)
+
+
+def test_added_tokens_of_spaces_are_streamed_as_spaces():
+    """Gemma's indentation tokens are such tokens."""
+    library = sentence_pieces()
+    library.normalizer = normalizers.Replace(" ", "▁")
+    library.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback()])
+    library.add_tokens([tokenizers.AddedToken(text, normalized=True) for text in ("▁▁", "\n\n")])
+    tokenizer = BpeTokenizer("gemma", library)
+    tokens = [tokenizer.token_id(name) for name in ("▁a", "\n\n", "▁▁", "b", "▁▁", "▁ab")]
+    assert tokenizer.decode(tokens) == streamed(tokenizer, tokens) == " a\n\n  b   ab"
+
+
+def test_tokenizers_without_spaces_or_with_bos_in_texts_are_refused():
+    vocabulary = {"<|endoftext|>": 0, "a": 1, "a</w>": 2}
+    library = tokenizers.Tokenizer(models.BPE(vocabulary, [], end_of_word_suffix="</w>"))
+    with pytest.raises(Unusable, match=r"^its words end with '</w>', and the spaces"):
+        BpeTokenizer("clip", library)
+    unknown = "<|endoftext|>"
+    library = tokenizers.Tokenizer(models.BPE(vocabulary, [], unk_token=unknown))
+    with pytest.raises(Unusable, match="which starts a document, also stands for unknown"):
+        BpeTokenizer("unknown", library)
+    library.decoder = decoders.ByteLevel()
+    assert BpeTokenizer("bytes", library).bos == 0
 
 
 def test_fingerprint_of_bytes_never_changes():

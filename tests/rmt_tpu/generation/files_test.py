@@ -84,6 +84,16 @@ def test_only_interrupted_lines_are_passed_over(tmp_path):
         assert path.read_text(encoding="utf-8") == f"{whole}\n{last}"
 
 
+def test_a_last_line_that_lacks_only_its_end_counts(tmp_path):
+    path, second = tmp_path / "out.jsonl", LINE | {"sample": 1}
+    written(path, LINE, second)
+    path.write_bytes(path.read_bytes()[:-1])
+    output = Output(str(path))
+    assert output.lines == [LINE, second]
+    output.add(LINE | {"number": 5})
+    assert Output(str(path)).lines == [LINE, second, LINE | {"number": 5}]
+
+
 def test_the_same_file_by_another_path(tmp_path):
     (tmp_path / "link").symlink_to(tmp_path)
     assert is_same_file(f"{tmp_path}/a.txt", f"{tmp_path}/link/a.txt")

@@ -185,6 +185,10 @@ def test_narrow_tensors_and_tied_embeddings(folder, tmp_path):
     tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"]
     save_file(tensors, folder / "model.safetensors")
     same(rmt_tpu.load(folder)[0], tied)
+    tensors["model.embed_tokens.weight"] = narrow = tensors["lm_head.weight"].astype("bfloat16")
+    tensors["lm_head.weight"] = narrow.astype("float32")
+    save_file(tensors, folder / "model.safetensors")
+    assert rmt_tpu.load(folder)[0].config == tied.config
     tensors["lm_head.weight"] = tensors["lm_head.weight"] + 1
     save_file(tensors, folder / "model.safetensors")
     with pytest.raises(UsageError, match="lm_head.weight has other values than model.embed_tok"):

@@ -269,6 +269,21 @@ def test_a_model_that_fails_begins_anew(running, monkeypatch, capfd):
     assert capfd.readouterr().err == "error: out of memory: all requests in progress failed\n"
 
 
+def test_a_request_that_the_engine_refuses_ends_nothing(running, monkeypatch):
+    submit, refused = running.engine.submit, [False, True]
+
+    def submit_one(request):
+        if refused and refused.pop(0):
+            raise UsageError("the prompt has token 256; legal: 0 to 249")
+        return submit(request)
+
+    monkeypatch.setattr(running.engine, "submit", submit_one)
+    status, told = running.ask({"n": 2, "max_tokens": 2})
+    assert status == 500 and "the prompt has token 256" in told["error"]["message"]
+    assert running.ask({"max_tokens": 2})[0] == 200
+    assert not running.engine.open_requests
+
+
 def test_a_token_that_no_text_has_is_told_as_nothing(running, monkeypatch):
     waiting = running.engine.step
     changed = lambda said: said._replace(tokens=[999 for _ in said.tokens])

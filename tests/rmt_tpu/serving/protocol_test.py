@@ -255,3 +255,9 @@ def test_another_model_is_not_there():
     with pytest.raises(Refusal, match="model 'tinny' is unknown; did you mean 'tiny'") as refused:
         ask(model="tinny")
     assert refused.value.status == 404 and refused.value.code == "model_not_found"
+
+
+def test_an_error_that_quotes_half_a_character_can_be_sent():
+    """A chat template's refusal may quote any text of the request."""
+    told = Refusal(f"unknown role {HALF}").to_json()
+    assert told["error"]["message"] == r"unknown role \ud800"
