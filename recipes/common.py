@@ -127,9 +127,12 @@ def selected_config(
     if config and preset:
         raise UsageError(f"--preset={preset} and --config={config} both set the model; give one")
     init_from = flags.FLAGS.init_from
-    if init_from and not (preset or config):
-        name = Path(init_from).name
-        return name, stored_config(name) or _config_of_source(init_from)
+    if not (preset or config):
+        name = Path(init_from or "rmt-tiny").name
+        if stored := stored_config(name):
+            return Path(stored.train.init_from).name, _with_free_residual(stored)
+        if init_from:
+            return name, _config_of_source(init_from)
     name = config or preset or "rmt-tiny"
     return name, with_warm_start(base_config(preset or "rmt-tiny", config), stored_config(name))
 
@@ -157,6 +160,16 @@ def with_warm_start(base: RunConfig, stored_config: RunConfig | None = None) -> 
         start_values = {name: getattr(stored_config.train, name) for name in START_FIELDS}
         train = dataclasses.replace(train, **start_values)
     return RunConfig(model, train, data)
+
+
+def _with_free_residual(stored: RunConfig) -> RunConfig:
+    """Return the config of a run that has started with "auto" in place of an int16 residual.
+
+    "auto" chooses int16 again, and lets a residual that outgrows int16 continue in float32.
+    """
+    store = stored.model.store
+    store = dataclasses.replace(store, dtype="auto") if store.dtype == "int16" else store
+    return dataclasses.replace(stored, model=dataclasses.replace(stored.model, store=store))
 
 
 def _config_of_source(init_from: str) -> RunConfig:

@@ -12,7 +12,7 @@ from rmt_tpu.training import depth_rate, freeze, memory_check
 from rmt_tpu.training.evaluation import TaskMetrics
 from rmt_tpu.training.remat_choice import Devices, keeps_products
 from rmt_tpu.training.run import prepare, resolve_auto
-from rmt_tpu.training.start import read_text, warm_start_of
+from rmt_tpu.training.start import check_step, kept_values, read_text, warm_start_of
 
 
 def dry_run(
@@ -38,9 +38,10 @@ def dry_run(
       plan.
 
     Raises:
-      UsageError, MeshError: `train` would refuse the run.
+      UsageError, MeshError: `train` would refuse the run. A changed freeze that is over is not
+        found, because this needs the state in a checkpoint.
     """
-    resumed = workdir.resume_overrides(folder)
+    resumed = kept_values(config, folder)
     may_keep = config.model.remat == "auto" and "model.remat" not in resumed
     config = resolve_auto(config, resumed, Devices.here())
     run = prepare(config, sharding.make_mesh(config.train.mesh))
@@ -48,6 +49,9 @@ def dry_run(
     datasets = read_text(config, folder, tokenizer, warm_start_of(config, folder))
     TaskMetrics(run, config, tokenizer)
     workdir.check_workdir(folder, config, change_config=change_config, from_step=from_step)
+    checkpoints = workdir.open_checkpoints(folder)
+    if checkpoints.steps():
+        check_step(config, folder, checkpoints.identity(from_step)[0])
     tokens = config.train.steps * config.train.batch_size * config.data.seq_len
     flops = cost.flops_per_token(config.model, config.data.seq_len)
     devices, bound = run.mesh.devices.flatten(), memory_check.lower_bound(config, run)

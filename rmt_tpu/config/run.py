@@ -48,7 +48,8 @@ class AdamW(Checked):
         `independent_weight_decay` is True.
       independent_weight_decay: whether each step reduces a weight by the fraction `weight_decay`,
         whatever the learning rate and its schedule. In Wortsman et al. (2023) the fraction follows
-        the schedule.
+        the schedule. After `freeze_steps`, the fraction of a parameter that was frozen grows
+        linearly during its own warm-up.
       decay_exclude: roles of parameters that have no weight decay.
       moment_dtype: dtype in which the first moment or the momentum is stored. It is computed in
         float32. bfloat16 saves 2 of 12 bytes per parameter.

@@ -48,6 +48,16 @@ def load_tokenizer(spec: str) -> Tokenizer:
     raise UsageError(unknown("--tokenizer", spec, legal))
 
 
+def is_there(spec: str) -> bool:
+    """Return whether there is anything at the place that a `spec` of `load_tokenizer` names."""
+    if spec == BYTE:
+        return True
+    if spec.startswith("gs://"):
+        with flag_errors("tokenizer"):
+            return bool(open_folder(spec).names())
+    return Path(spec).expanduser().exists()
+
+
 def spec_of_folder(folder: Location) -> str:
     """Return the `spec` from which `load_tokenizer` loads the tokenizer in a folder.
 

@@ -204,6 +204,10 @@ class ContinuedRun:
     Raises:
       UsageError: the existing run cannot be read, differs in such a field, or has already done all
         steps of the new run.
+
+    Attributes:
+      folder, config, checkpoints: the existing run's folder, config and checkpoints.
+      changes: a line for each field whose value in the new run differs from that in this run.
     """
 
     def __init__(self, config: cfg.RunConfig):
@@ -220,8 +224,8 @@ class ContinuedRun:
         except ArgumentError as error:
             _, _, value_and_reason = str(error).partition("=")
             raise UsageError(f"--init_from={value_and_reason}") from None
-        lines = differences(overrides.to_json(self.config), overrides.to_json(config))
-        paths = {line: line.split(" ", 1)[0] for line in lines}
+        self.changes = differences(overrides.to_json(self.config), overrides.to_json(config))
+        paths = {line: line.split(" ", 1)[0] for line in self.changes}
         fixed = lambda path: path == _KEY_DIM or cfg.resume_rule(config, path) == "fixed"
         if different := [line for line, path in paths.items() if fixed(path)]:
             raise UsageError(

@@ -1,6 +1,7 @@
 """Functions that open, check and read a run folder, which has all files of one run."""
 
 import contextlib
+import dataclasses
 import json
 import os
 import time
@@ -14,6 +15,7 @@ from rmt_tpu.config.overrides import differences
 from rmt_tpu.config.resume import Rule
 from rmt_tpu.data import Tokenizer, load_saved
 from rmt_tpu.data.tokenizer_files import FILE as TOKENIZER
+from rmt_tpu.data.tokenizer_files import is_there, spec_of_folder
 from rmt_tpu.distributed import processes
 from rmt_tpu.distributed.rendezvous import name_processes
 from rmt_tpu.errors import RunError, UsageError, argument_errors, flag_errors
@@ -193,8 +195,8 @@ def resume_overrides(folder: Folder) -> dict[str, Any]:
 def warm_started_config(folder: Folder) -> RunConfig | None:
     """Return the config of a run that started from another model's weights and has checkpoints.
 
-    Such a run folder contains the tokenizer of the other model, whose own folder is no longer
-    needed. For any other folder the result is None.
+    Such a run folder contains the tokenizer of the other model. If the other model's folder has
+    been deleted, the config names this copy. For any other folder the result is None.
 
     Raises:
       UsageError: the folder cannot be read.
@@ -205,7 +207,10 @@ def warm_started_config(folder: Folder) -> RunConfig | None:
         if (found := folder.read(CONFIG)) is not None:
             config = _parsed(folder, found.data)
             if config.train.init_from and open_checkpoints(folder).steps():
-                return config
+                if is_there(config.data.tokenizer):
+                    return config
+                own = dataclasses.replace(config.data, tokenizer=spec_of_folder(folder))
+                return dataclasses.replace(config, data=own)
     return None
 
 

@@ -181,7 +181,8 @@ def prepare(config: RunConfig, mesh: jax.sharding.Mesh) -> PreparedRun:
     make = lambda: Decoder(config.model, rngs=nnx.Rngs(config.train.seed))
     abstract = nnx.eval_shape(make)
     graphdef = used = nnx.split(abstract, nnx.Param)[0]
-    if (model := with_float_residual(config.model)) != config.model:
+    # A held-out loss must not depend on the other rows of its batch.
+    if (model := dropless(with_float_residual(config.model))) != config.model:
         used = nnx.split(nnx.eval_shape(lambda: Decoder(model, rngs=nnx.Rngs(0))), nnx.Param)[0]
     names, virtual = metadata(abstract, "axes"), schedule.virtual if schedule else 1
     # Pipelines use no copies: their stages sum gradients over microbatches, and the gradients of

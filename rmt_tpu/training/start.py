@@ -7,7 +7,7 @@ import jax
 
 from rmt_tpu import data
 from rmt_tpu.checkpoint import Checkpointer
-from rmt_tpu.config import SHARE_UNITS, RunConfig
+from rmt_tpu.config import SHARE_UNITS, START_FIELDS, RunConfig
 from rmt_tpu.data.datasets import Datasets, chat_template_of, load_datasets
 from rmt_tpu.data.mixture import only_text
 from rmt_tpu.distributed import processes
@@ -66,14 +66,15 @@ class Text(NamedTuple):
     Attributes:
       tokenizer: the run's tokenizer.
       checksum: checksum of the tokens for training.
-      held_out_checksum: checksum of the held-out tokens.
+      held_out: a dict from the checksum of each text's tokens for training, as a string, to that
+        of its held-out tokens. A run that reads a single text has one entry.
       windows: the training windows.
       mixture: the mixture of texts; None if the run reads a single text.
     """
 
     tokenizer: data.Tokenizer
     checksum: int
-    held_out_checksum: int
+    held_out: Mapping[str, int]
     windows: data.Windows | data.Mixture
     mixture: data.Mixture | None = None
 
@@ -132,6 +133,30 @@ def restore_or_init(
     return start if back_step is None else start._replace(branch=back_step)
 
 
+def check_step(config: RunConfig, folder: Folder, step: int) -> None:
+    """Raise UsageError if the run in `folder` has done more steps than its config asks for."""
+    if step > config.train.steps:
+        raise UsageError(
+            f"train.steps={config.train.steps}: {folder} has a checkpoint of step {step}; "
+            f"legal: {step} or more, or an older checkpoint (--from_step)"
+        )
+
+
+def kept_values(config: RunConfig, folder: Folder) -> dict[str, Any]:
+    """Return the values in place of "auto" that a run has from its folder.
+
+    They are `workdir.resume_overrides` of the run folder. A run that begins with the optimizer of
+    another run (`train.with_optimizer`) has them from that run's folder.
+    """
+    values = workdir.resume_overrides(folder)
+    if values or not config.train.with_optimizer:
+        return values
+    with flag_errors("init_from"):
+        values = workdir.resume_overrides(open_folder(config.train.init_from))
+    own = {f"train.{name}" for name in START_FIELDS}
+    return {path: value for path, value in values.items() if path not in own}
+
+
 def _restore_at(
     config: RunConfig,
     run: PreparedRun,
@@ -176,8 +201,7 @@ def _restore_at(
             f"{step}; legal: --mixture='{config.data.source}=1' to continue with this text "
             "alone"
         )
-    else:
-        _check_same_text(config, meta, text, step, flag)
+    _check_same_text(config, meta, text, step, flag)
     spikes = SpikeState.of_meta(meta.get("spikes"))
     state = run.with_copies(state)
     start = Start(state, step, read, meta.get("branch"), mixture=mixture, spikes=spikes)
@@ -187,23 +211,30 @@ def _restore_at(
 def _check_same_text(
     config: RunConfig, meta: Mapping[str, Any], text: Text, step: int, flag: str
 ) -> None:
-    """Check that a run's text has the tokens that its checkpoint states.
+    """Check that a run's texts have the tokens that its checkpoint states.
+
+    A mixture itself compares the tokens for training.
 
     Raises:
       UsageError: the tokens for training or the held-out tokens are others.
     """
-    if meta["data_checksum"] != text.checksum:
+    given, what = f"--data={config.data.source}", None
+    if text.mixture is None and meta["data_checksum"] != text.checksum:
         what = f"the tokens that the run in {flag} was trained on up to step {step}"
-    # Checkpoints from before 2026-11-29 do not have this checksum.
-    elif meta.get("held_out_checksum", text.held_out_checksum) != text.held_out_checksum:
-        what = f"the held-out tokens on which the run in {flag} was evaluated"
     else:
-        return
-    raise UsageError(
-        f"--data={config.data.source} does not give {what}: a file, the tokenizer or (for stdlib) "
-        "the version of Python has changed; legal: the same files and versions, or another "
-        f"{flag.partition('=')[0]}"
-    )
+        # Checkpoints from before 2026-11-30 do not have these checksums.
+        held_out = meta.get("held_out", {})
+        same = [held_out.get(train, own) == own for train, own in text.held_out.items()]
+        if not all(same):
+            what = f"the held-out tokens on which the run in {flag} was evaluated"
+            if text.mixture is not None:
+                given = f"--mixture: {text.mixture.names[same.index(False)]}"
+    if what is not None:
+        raise UsageError(
+            f"{given} does not give {what}: a file, the tokenizer or (for stdlib) the version of "
+            "Python has changed; legal: the same files and versions, or another "
+            f"{flag.partition('=')[0]}"
+        )
 
 
 def checkpoint_meta(
@@ -219,7 +250,7 @@ def checkpoint_meta(
     The other arguments are the fields of `Start` with the same names.
     """
     meta = {"windows_read": windows_read, "data_checksum": text.checksum}
-    meta["held_out_checksum"] = text.held_out_checksum
+    meta["held_out"] = dict(text.held_out)
     meta["spikes"] = spikes.meta()
     meta |= workdir.config_meta(config, text.tokenizer)
     if text.mixture is not None:

@@ -4,8 +4,8 @@ import contextlib
 import gc
 import json
 import math
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import jax
 
@@ -13,7 +13,7 @@ import sharding
 from rmt_tpu import data, memory
 from rmt_tpu.checkpoint import Checkpointer, Retention
 from rmt_tpu.config import RunConfig, overrides
-from rmt_tpu.data.datasets import chat_template_of
+from rmt_tpu.data.datasets import Datasets, chat_template_of
 from rmt_tpu.distributed import processes
 from rmt_tpu.errors import UsageError
 from rmt_tpu.runs import presence, text_ends, trackers, workdir
@@ -31,8 +31,10 @@ from rmt_tpu.training.start import (
     SavedRun,
     Start,
     Text,
+    check_step,
     checkpoint_meta,
     go_back,
+    kept_values,
     read_text,
     restore_or_init,
     warm_start_of,
@@ -126,7 +128,7 @@ def _train(
     options: _TrainOptions,
 ) -> Outcome:
     may_overflow = config.model.store.dtype == "auto"
-    config = resolve_auto(config, workdir.resume_overrides(folder), Devices.here())
+    config = resolve_auto(config, kept_values(config, folder), Devices.here())
     may_overflow = may_overflow and config.model.store.dtype == "int16"
     progress = TrainingProgress(config.train.steps, options.label, show=processes.is_first())
     if processes.is_first():
@@ -159,7 +161,8 @@ def _train(
         start = restore_or_init(
             inputs.model, saved, inputs.text, warm_start, back_step, progress.log
         )
-        _check_steps(config, folder, start, changes)
+        continued = isinstance(warm_start, ContinuedRun)
+        _check_steps(config, folder, start, warm_start.changes if continued else changes.lines)
         inputs = inputs.continuing(start := start.after(options.back))
         if back_step is not None:
             go_back(folder, checkpoints, back_step, progress.log)
@@ -179,22 +182,21 @@ def _train(
         return loop.run(profile_steps, folder, options.on_saved, options.stop_loss)
 
 
-def _check_steps(
-    config: RunConfig, folder: Folder, start: Start, changes: workdir.ConfigChanges
-) -> None:
+def _check_steps(config: RunConfig, folder: Folder, start: Start, changes: Sequence[str]) -> None:
     """Check that the steps that the run has done leave those that its config asks for.
+
+    Args:
+      config: the run's config.
+      folder: the run folder.
+      start: the state from which the run goes on.
+      changes: a line for each field that differs from the config that the state had so far.
 
     Raises:
       UsageError: the run has done more steps than that, or a freeze that was changed is over.
     """
-    if start.step > config.train.steps:
-        raise UsageError(
-            f"train.steps={config.train.steps}: {folder} has a checkpoint of step {start.step}; "
-            f"legal: {start.step} or more, or an older checkpoint (--from_step)"
-        )
+    check_step(config, folder, start.step)
     if start.step:
-        updates = start.step - int(start.state.skipped)
-        freeze.check_change(config.train, changes.lines, updates)
+        freeze.check_change(config.train, changes, start.step - int(start.state.skipped))
 
 
 def _prepare(
@@ -220,12 +222,20 @@ def _prepare(
     warm_start = warm_start_of(config, folder)
     datasets = read_text(config, folder, tokenizer, warm_start)
     mixture = datasets.train if isinstance(datasets.train, data.Mixture) else None
-    held_out = datasets.held_out.checksum()
-    text = Text(tokenizer, datasets.train.checksum(), held_out, datasets.train, mixture)
+    text = Text(tokenizer, datasets.train.checksum(), _held_out(datasets), datasets.train, mixture)
     tasks = TaskMetrics(run, config, tokenizer)
-    checksums = [text.checksum, text.held_out_checksum]
+    checksums = {"train": text.checksum, "held out": text.held_out}
     _check_agreement(config, from_step, checksums, tasks.checksum())
     return LoopInputs(config, run, text, datasets, tasks), warm_start
+
+
+def _held_out(datasets: Datasets) -> dict[str, int]:
+    """Return `Text.held_out`."""
+    texts = [(datasets.train, datasets.held_out)]
+    if isinstance(datasets.train, data.Mixture):
+        windows = (text.windows for text in datasets.train.texts)
+        texts = list(zip(windows, (mixed.windows for mixed in datasets.mixed), strict=True))
+    return {str(train.checksum()): held_out.checksum() for train, held_out in texts}
 
 
 def _back_step(folder: Folder, from_step: int | None, changes: workdir.ConfigChanges) -> int | None:
@@ -292,7 +302,7 @@ def _checkpointer(folder: Folder, config: RunConfig, progress: TrainingProgress)
 
 
 def _check_agreement(
-    config: RunConfig, from_step: int | None, data_checksums: list[int], tasks_checksum: int
+    config: RunConfig, from_step: int | None, data_checksums: dict[str, Any], tasks_checksum: int
 ) -> None:
     """Check that all processes have the same config and data; otherwise they could deadlock.
 

@@ -12,7 +12,7 @@ import pytest
 import rmt_tpu
 from recipes import common, program
 from rmt_tpu import cost
-from rmt_tpu.config import ModelConfig, overrides, presets
+from rmt_tpu.config import ModelConfig, RunConfig, overrides, presets
 from rmt_tpu.config.presets import about
 from rmt_tpu.data import ByteTokenizer
 from rmt_tpu.errors import ArgumentError, UsageError, about_flag
@@ -328,6 +328,9 @@ def test_what_a_run_began_with_is_not_opened_once_it_has_begun(monkeypatch):
     assert common.selected_config(lambda name: own) == ("gone", own)
     with pytest.raises(UsageError, match="--init_from=gone.* holds no run"):
         common.selected_config(lambda name: None)
+    given["init_from"] = None
+    monkeypatch.setattr(common.flags, "FLAGS", SimpleNamespace(**given))
+    assert common.selected_config(lambda name: own) == ("gone", own)
     for init_from in "gone/", None:
         given |= {"preset": "rmt-tiny", "init_from": init_from}
         monkeypatch.setattr(common.flags, "FLAGS", SimpleNamespace(**given))
@@ -344,6 +347,13 @@ def test_what_a_source_chose_for_its_devices_is_chosen_anew(tmp_path, monkeypatc
     monkeypatch.setattr(common.flags, "FLAGS", SimpleNamespace(**given))
     model = common.selected_config()[1].model
     assert model == presets.run("rmt-tiny").model and model.store.dtype == "auto"
+    # A run that began with it may still outgrow int16, but keeps any other dtype.
+    own = overrides.from_json(RunConfig, stored)
+    assert own.model.store.dtype == "int16"
+    for kept, dtype in (("int16", "auto"), ("float32", "float32")):
+        begun = overrides.apply(own, {"model.store.dtype": kept, "train.init_from": "other"})
+        found = common.selected_config(lambda name, begun=begun: begun)[1]
+        assert found == overrides.apply(begun, {"model.store.dtype": dtype})
 
 
 def test_a_dry_run_looks_at_the_origin(tmp_path):

@@ -108,6 +108,10 @@ def test_what_a_run_began_with_is_needed_until_it_has_a_checkpoint(folder, tmp_p
         assert workdir.open_workdir(folder, given) == ([], False)
         assert resolve_auto(given, workdir.resume_overrides(folder)).train.init_from == "origin"
     assert workdir.warm_started_config(folder) == began
+    # The folder of the tokenizer may have been deleted, too; a copy of it is in the run folder.
+    workdir.write_config(folder, overrides.apply(began, {"data.tokenizer": "origin"}))
+    found = workdir.warm_started_config(folder)
+    assert found == overrides.apply(began, {"data.tokenizer": str(folder)})
     own = resolve_auto(CONFIG)
     workdir.write_config(folder, own)
     late = resolve_auto(changed(train__init_from="origin"), workdir.resume_overrides(folder))

@@ -132,7 +132,7 @@ class Run:
         )
         tokens = np.zeros(40, np.int32)
         train = Windows(tokens, seq_len=4, batch_size=2, bos=256, seed=0, shuffle=True)
-        text = Text(ByteTokenizer(), 0, 0, train)
+        text = Text(ByteTokenizer(), 0, {}, train)
         return Loop(
             LoopInputs(self.config, model, text, Datasets(train, None, None), self.tasks),
             self.start,

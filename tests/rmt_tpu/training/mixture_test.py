@@ -187,6 +187,12 @@ def test_a_text_that_was_edited_is_refused(config, sources, whole, tmp_path):
             UsageError, match="tokens of .*books.txt are not those that the run was"
         ):
             trainer.train(mixed(config, sources, web=0.75, books=0.25), run)
+        # The end of the only document is held out.
+        Path(sources["books"]).write_text(f"{text[:-2]}??")
+        with pytest.raises(
+            UsageError, match="^--mixture: books.txt does not give the held-out tokens on which"
+        ):
+            trainer.train(mixed(config, sources, web=0.75, books=0.25), run)
     finally:
         Path(sources["books"]).write_text(text)
 

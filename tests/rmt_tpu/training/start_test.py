@@ -1,6 +1,7 @@
 """Runs that begin again at an older checkpoint, or as another run goes on."""
 
 import functools
+import json
 import shutil
 from pathlib import Path
 
@@ -9,17 +10,19 @@ import numpy as np
 import pytest
 
 import sharding
+from rmt_tpu.analysis.dry_run import dry_run
 from rmt_tpu.checkpoint import Checkpointer
 from rmt_tpu.config import overrides
 from rmt_tpu.config.presets import run as preset_run
 from rmt_tpu.data import ByteTokenizer
 from rmt_tpu.errors import UsageError
 from rmt_tpu.hub.folder import export
+from rmt_tpu.runs import workdir
 from rmt_tpu.runs.metrics import read_metrics
 from rmt_tpu.storage import open_folder
 from rmt_tpu.training import trainer
-from rmt_tpu.training.run import prepare
-from rmt_tpu.training.start import warm_start_of
+from rmt_tpu.training.run import prepare, resolve_auto
+from rmt_tpu.training.start import kept_values, warm_start_of
 from tests import models
 
 pytestmark = pytest.mark.xdist_group("start")  # one worker makes the run that all begin with
@@ -195,6 +198,41 @@ def test_a_copy_may_go_on_otherwise_where_a_run_may(config, origin, tmp_path):
     other = {"train.optimizer.learning_rate": 1e-4, "train.steps": 9, "train.batch_size": 4}
     on = overrides.apply(config, began | other)
     assert warm_start_of(on, open_folder(tmp_path / "copy")).checkpoints.steps() == [2, 4]
+
+
+def test_a_copy_has_what_the_other_run_chose_in_place_of_auto(config, whole, origin, tmp_path):
+    """Of a run that has outgrown int16, for example."""
+    stored = json.loads((origin / "config.json").read_text())
+    stored["model"] |= {"compute_dtype": "bfloat16", "remat": "reversible"}
+    stored["model"]["store"]["dtype"] = "float32"
+    (origin / "config.json").write_text(json.dumps(stored))
+    copy, began = open_folder(tmp_path / "copy"), {"train.init_from": str(origin)}
+    narrow = {"model.compute_dtype": "bfloat16"}
+    on = overrides.apply(config, narrow | began | {"train.with_optimizer": True})
+    assert resolve_auto(on, kept_values(on, copy)).model.store.dtype == "float32"
+    assert resolve_auto(on, kept_values(on, copy)).train.init_from == str(origin)
+    weights = overrides.apply(config, narrow | began)
+    assert resolve_auto(weights, kept_values(weights, copy)).model.store.dtype == "int16"
+    own = open_folder(whole)
+    assert kept_values(on, own) == workdir.resume_overrides(own)
+
+
+def test_a_copy_with_a_freeze_that_is_over_is_refused(config, origin, tmp_path):
+    began = {"train.init_from": str(origin), "train.with_optimizer": True}
+    frozen = {"train.freeze": ["!unembedding/*"], "train.freeze_steps": 2}
+    with pytest.raises(UsageError, match="has done 4, so that nothing would be frozen; legal: 5"):
+        trainer.train(overrides.apply(config, began | frozen), tmp_path / "copy")
+    assert not (tmp_path / "copy/checkpoints").exists()
+
+
+def test_a_dry_run_of_fewer_steps_than_were_done_is_refused(config, whole):
+    few = overrides.apply(config, {"train.steps": 4})
+    for asked, done in ((None, 6), (6, 6)):
+        with pytest.raises(
+            UsageError, match=f"^train.steps=4: .* has a checkpoint of step {done};"
+        ):
+            dry_run(few, "x", open_folder(whole), change_config=True, from_step=asked)
+    assert dry_run(few, "x", open_folder(whole), change_config=True, from_step=4)
 
 
 def test_what_has_no_state_is_not_copied(config, whole, tmp_path):

@@ -11,6 +11,7 @@ import sharding
 from rmt_tpu import config as cfg
 from rmt_tpu.config import overrides
 from rmt_tpu.config.presets import run as preset_run
+from rmt_tpu.data.batches import Batch
 from rmt_tpu.errors import UsageError
 from rmt_tpu.evaluation import subjects
 from rmt_tpu.evaluation.documents import find_tasks, read_task
@@ -83,6 +84,17 @@ def test_scores_of_a_text_do_not_depend_on_the_other_texts():
         return np.asarray(scores(params, *given).log_probability)
 
     assert_close(score(texts), score(texts[::-1])[::-1], 1e-5)
+
+    # Rows that only fill a held-out batch take no expert from the others.
+    loss, weights = jax.jit(run.loss), np.repeat([[1.0], [1.0], [0.0], [0.0]], 8, axis=1)
+
+    def held_out(texts):
+        one_document = np.ones((4, 8), np.int32)
+        batch = Batch(texts[:, :-1], texts[:, 1:], one_document, weights.astype(np.float32))
+        return np.asarray(loss(params, jax.device_put(batch, run.batch_sharding)).cross_entropy)
+
+    filled = np.concatenate([texts[:2], np.zeros_like(texts[2:])])
+    assert_close(held_out(texts), held_out(filled), 1e-5)
 
 
 @pytest.mark.parametrize(
