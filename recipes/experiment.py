@@ -224,7 +224,8 @@ class _PlanTrainer:
         def train_and_keep(config: RunConfig, folder: Folder, *, label: str):
             outcome = train(pending[label])
             if outcome is None or not outcome.stopped_by:
-                self.runs.add_record(pending[label])
+                # A run whose last metrics could not be written gets none, and is evaluated again.
+                self.runs.settled(pending[label])
             return outcome
 
         return several.train_all(trials, train_and_keep)

@@ -19,6 +19,7 @@ from absl import flags
 from recipes import common, effects, program, several
 from rmt_tpu.config import RunConfig
 from rmt_tpu.config.presets import presets
+from rmt_tpu.data import is_store
 from rmt_tpu.errors import UsageError, flag_errors, unknown
 from rmt_tpu.storage import Folder, open_folder
 
@@ -58,6 +59,8 @@ def main() -> int:
     for name in names:
         if name not in presets():
             raise UsageError(unknown("--presets", name, presets()))
+    if len(set(names)) < len(names):
+        raise UsageError(f"--presets={','.join(names)} repeats a name; legal: different names")
     speedrun.check_fixed(track, common.given_paths())
     seeds = several.seeds()
     with flag_errors("workdir"):
@@ -68,6 +71,11 @@ def main() -> int:
         raise UsageError(f"--track={track.name} needs --data, a token store of {track.source}")
     else:
         source = flags.FLAGS.data
+        if not is_store(source):
+            raise UsageError(
+                f"--data={source} is no token store; legal with --track={track.name}: one of "
+                f"{track.source}"
+            )
     trials = []
     for name in names:
         config = speedrun.entry(track, common.base_config(name, None), source)

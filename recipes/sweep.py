@@ -33,7 +33,7 @@ from absl import flags
 
 from recipes import common, program, several
 from rmt_tpu.config import MuP, RunConfig, Standard, overrides
-from rmt_tpu.errors import UsageError, flag_errors, shown
+from rmt_tpu.errors import RunError, UsageError, flag_errors, shown
 from rmt_tpu.storage import Folder, open_folder
 
 common.define_model_flags()
@@ -242,12 +242,18 @@ class _Sweep:
         return trials
 
     def _row(self, variant: str, point: dict, trials: list[several.Trial]):
+        losses = [self.sweep.held_out_loss(trial.folder) for trial in trials]
+        for trial, loss in zip(trials, losses, strict=True):
+            if loss is None and not self.sweep.is_settled(trial.config, trial.folder):
+                raise RunError(
+                    f"{trial.folder}: the last metrics could not be written; repeat the command"
+                )
         return self.sweep.SweepRow(
             variant,
             point,
             trials[0].config.train.steps,
             [trial.config.train.seed for trial in trials],
-            [self.sweep.held_out_loss(trial.folder) for trial in trials],
+            losses,
         )
 
 

@@ -23,7 +23,7 @@ class RunResult:
     Losses are in nats per token. FLOPs include the forward and backward passes. `residual_size` is
     the number of entries in a token's residual. `seconds` is the mean time of the recorded training
     steps, times the number of steps. `train_loss` is the mean training loss over the last tenth of
-    the steps.
+    the steps. `held_out_loss` is NaN if the loss after the last step was not finite.
     """
 
     name: str
@@ -46,7 +46,7 @@ def run_result(name: str, workdir: Location) -> RunResult:
     config = read_config(workdir)
     rows = [row for row in read_metrics(workdir) if row["step"] <= config.train.steps]
     _, losses = series(rows, "train/loss")
-    _, held_out = series(rows, "eval/loss")
+    measured, held_out = series(rows, "eval/loss")
     _, step_seconds = series(rows, "throughput/step_seconds")
     tail = losses[-max(1, len(losses) // 10) :]
     tokens = config.train.steps * config.train.batch_size * config.data.seq_len
@@ -63,7 +63,8 @@ def run_result(name: str, workdir: Location) -> RunResult:
         # last step has one even if fewer steps lie before it.
         seconds=_mean(step_seconds or [0.0]) * config.train.steps,
         train_loss=sum(tail) / len(tail),
-        held_out_loss=held_out[-1],
+        # A loss that was not finite has no row in the series.
+        held_out_loss=held_out[-1] if measured[-1:] == [config.train.steps] else math.nan,
     )
 
 
@@ -83,16 +84,17 @@ def write_comparison(
     """
     results = {name: [run_result(name, w) for w in workdirs] for name, workdirs in runs.items()}
     if by_loss:
-        order = sorted(runs, key=lambda name: _mean([r.held_out_loss for r in results[name]]))
+        order = sorted(runs, key=lambda name: _rank(results[name]))
         runs = {name: runs[name] for name in order}
         results = {name: results[name] for name in order}
     text = markdown(results) + "\n" + notes({n: read_config(w[0]) for n, w in runs.items()})
     folder = open_folder(folder)
     folder.write("comparison.md", text.encode())
-    rows = json.dumps(
-        [asdict(r) for runs_of_system in results.values() for r in runs_of_system], indent=2
-    )
-    folder.write("comparison.json", (rows + "\n").encode())
+    rows = [asdict(r) for runs_of_system in results.values() for r in runs_of_system]
+    for row in rows:
+        if math.isnan(row["held_out_loss"]):
+            row["held_out_loss"] = None
+    folder.write("comparison.json", (json.dumps(rows, indent=2) + "\n").encode())
     _draw(runs, results, folder)
     return text
 
@@ -126,6 +128,12 @@ def markdown(results: dict[str, list[RunResult]]) -> str:
 
 def _mean(values: Sequence[float]) -> float:
     return math.fsum(values) / len(values)
+
+
+def _rank(runs: Sequence[RunResult]) -> float:
+    """Return the mean held-out loss, or infinity if a loss is not finite."""
+    mean = _mean([run.held_out_loss for run in runs])
+    return math.inf if math.isnan(mean) else mean
 
 
 def _spread(values: Sequence[float]) -> str:
@@ -186,7 +194,7 @@ def draw_results(results: dict[str, list[RunResult]], folder: Folder) -> str:
     from matplotlib.ticker import EngFormatter
 
     mean = {name: _mean([r.held_out_loss for r in runs]) for name, runs in results.items()}
-    names = sorted(results, key=mean.__getitem__)
+    names = sorted(results, key=lambda name: _rank(results[name]))
     rows = range(len(names))
     figure = Figure(figsize=(10, 1.4 + 0.32 * len(names)), layout="constrained")
     by_loss, by_flops = figure.subplots(1, 2, sharey=True, width_ratios=(3, 1))
@@ -242,7 +250,8 @@ def _draw_each_curve(runs: dict[str, list[Location]], folder: Folder) -> None:
         axes.set_axis_off()
     # Cut off the steep fall in the first steps: it looks the same for all systems and would take up
     # most of the height.
-    panels.flat[0].set_ylim(top=max(mean[0] for _, mean, *_ in curves.values()) + 0.5)
+    top = max((mean[0] for _, mean, *_ in curves.values() if mean), default=10.0)
+    panels.flat[0].set_ylim(top=top + 0.5)
     figure.supxlabel("tokens (band: min to max over seeds; grey: the other systems)", fontsize=9)
     figure.supylabel("held-out loss", fontsize=9)
     save_picture(figure, folder, "curves.png")
@@ -262,7 +271,7 @@ def _draw_curves(runs: dict[str, list[Location]], folder: Folder) -> None:
             resources.flops_per_token(config.model, config.data.seq_len), 1
         )
         steps, mean, least, most = over_seeds(workdirs, "eval/loss")
-        first_held_out.append(mean[0])
+        first_held_out += mean[:1]
         for axes, scale in ((by_tokens, per_step), (by_flops, per_step * flops)):
             scaled = [step * scale for step in steps]
             axes.plot(scaled, mean, label=name, linewidth=1.3, markersize=4, **style)
@@ -277,7 +286,7 @@ def _draw_curves(runs: dict[str, list[Location]], folder: Folder) -> None:
     by_flops.set(xlabel="training FLOPs (analytic, without embedding lookups)")
     # Cut off the steep fall in the first steps: it looks the same for all systems and would take up
     # most of the height.
-    by_tokens.set_ylim(top=max(first_held_out) + 0.5)
+    by_tokens.set_ylim(top=max(first_held_out, default=10.0) + 0.5)
     for axes in (by_tokens, by_flops):
         axes.xaxis.set_major_formatter(EngFormatter())
         axes.grid(alpha=0.3)

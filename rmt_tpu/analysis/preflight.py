@@ -297,7 +297,7 @@ def preflight(
     if prompt is None:
         # Only remat is resolved here. The residual's dtype stays "auto", so that the advice can try
         # another remat, which may need another dtype.
-        devices = Devices(target.kind, math.prod(target.shape) * target.slices)
+        devices = Devices(target.kind, target.devices)
         remat = resolve_auto(config, devices=devices).model.remat
         config = overrides.apply(config, {"model.remat": remat})
     arguments, lower = {"config": overrides.to_json(config)}, f"{__name__}:lower_run"

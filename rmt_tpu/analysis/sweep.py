@@ -3,6 +3,8 @@
 A point is a choice of a value for each searched config path.
 """
 
+import dataclasses
+import functools
 import itertools
 import json
 import math
@@ -13,16 +15,19 @@ from typing import Any
 
 import numpy as np
 
-from rmt_tpu.config import RunConfig, overrides
+from rmt_tpu.config import RunConfig, TrainConfig, overrides
+from rmt_tpu.data import load_tokenizer
+from rmt_tpu.data.datasets import load_datasets
 from rmt_tpu.errors import DivergedError, UsageError, shown
 from rmt_tpu.runs.metrics import read_metrics, series
 from rmt_tpu.runs.plots import line_style, save_picture
-from rmt_tpu.runs.side_files import COMPLETE, DIVERGED
-from rmt_tpu.runs.workdir import holds_run, read_config, resume_overrides
+from rmt_tpu.runs.side_files import DIVERGED, is_complete
+from rmt_tpu.runs.workdir import holds_run, open_checkpoints, read_config, resume_overrides
 from rmt_tpu.storage import Folder, Location, open_folder
 from rmt_tpu.streams import log_line
 from rmt_tpu.training.remat_choice import Devices
 from rmt_tpu.training.run import resolve_auto
+from rmt_tpu.training.start import text_of
 from rmt_tpu.training.trainer import Outcome, train
 
 # A point of a search maps dotted config paths to values.
@@ -182,12 +187,21 @@ def rungs(count: int, steps: int, factor: int) -> list[tuple[int, int]]:
     The first rung trains `count` points. One in `factor` points advances to the next rung, which
     trains for `factor` times as many steps. The last rung trains one point for all `steps`. See
     Jamieson and Talwalkar (2016).
+
+    Raises:
+      UsageError: two rungs would train for the same number of steps.
     """
     counts = [count]
     while counts[-1] > 1:
         counts.append(-(-counts[-1] // factor))
     last = len(counts) - 1
-    return [(n, max(1, round(steps / factor ** (last - rung)))) for rung, n in enumerate(counts)]
+    steps_of = [max(1, round(steps / factor ** (last - rung))) for rung in range(len(counts))]
+    if len(set(steps_of)) < len(counts):
+        raise UsageError(
+            f"--steps={steps} are too few for --search=halving with {count} points and a factor of "
+            f"{factor}; legal: {factor**last} or more, or fewer points"
+        )
+    return list(zip(counts, steps_of, strict=True))
 
 
 def name_of(point: Point) -> str:
@@ -253,14 +267,44 @@ def try_run(config: RunConfig, folder: Folder, *, label: str, **options) -> Outc
 
     Returns:
       The outcome of training, or None if the run was settled before or has diverged now.
+
+    Raises:
+      UsageError: the run was settled before, with another text.
     """
     if is_settled(config, folder):
+        _check_text(config, folder)
         return None
     try:
         return train(config, folder, label=label, **options)
     except DivergedError as error:
         log_line(f"{label}: {error}")
         return None
+
+
+def _check_text(config: RunConfig, folder: Folder) -> None:
+    """Check that a run that is not trained again has read the text of its config.
+
+    Raises:
+      UsageError: it has read another text.
+    """
+    checkpoints = open_checkpoints(folder)
+    if not checkpoints.steps():
+        return
+    train = TrainConfig(batch_size=config.train.batch_size, seed=config.train.seed)
+    held_out = _held_out(dataclasses.replace(config, train=train))
+    if checkpoints.meta().get("held_out", held_out) != held_out:
+        flag = "--mixture" if config.data.mixture else f"--data={config.data.source}"
+        raise UsageError(
+            f"{flag} is not the text that the run in {folder} has read; legal: that text, or "
+            "another --workdir"
+        )
+
+
+@functools.lru_cache(maxsize=16)
+def _held_out(config: RunConfig) -> dict[str, int]:
+    """Return `Text.held_out` of the text of a config; the trials of a sweep share it."""
+    tokenizer = load_tokenizer(config.data.tokenizer)
+    return dict(text_of(tokenizer, load_datasets(config, tokenizer)).held_out)
 
 
 def is_started(config: RunConfig, folder: Folder) -> bool:
@@ -275,10 +319,8 @@ def is_settled(config: RunConfig, folder: Folder) -> bool:
     """Return whether the folder has this run, and the run is complete or has diverged."""
     if not is_started(config, folder):
         return False
-    complete = folder.read(COMPLETE)
-    if complete is not None and json.loads(complete.data)["step"] == config.train.steps:
-        return True
-    return folder.read(DIVERGED) is not None
+    complete = is_complete(folder, config, config.train.steps)
+    return complete or folder.read(DIVERGED) is not None
 
 
 def held_out_loss(folder: Folder) -> float | None:

@@ -14,6 +14,10 @@ def fitted(text: str, width: int) -> str:
             lines += block
             continue
         rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in block]
+        # A cell may contain a "|", such as a compiler's message: it is then in several parts.
+        last = len(rows[0]) - 1
+        rows = [[*row[:last], " ".join(row[last:])] for row in rows]
+        rows = [[*row, *[""] * (last + 1 - len(row))] for row in rows]
         columns = [[row[i] for row in rows] for i in range(len(rows[0]))]
         widths = [max(map(len, column)) for column in columns]
         ends = itertools.accumulate((size + 3 for size in widths), initial=1)

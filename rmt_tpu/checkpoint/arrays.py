@@ -4,7 +4,7 @@ import contextlib
 import math
 import re
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
@@ -36,6 +36,10 @@ DTYPES = frozenset(
 
 # The names of stacked layer parameters, and of their optimizer state, contain the part "stacks".
 _LAYERS = "stacks"
+
+# Two different shapes of the layer axes of stacked layers: [V, L / V] for two numbers V of virtual
+# stages.
+Division = tuple[tuple[int, ...], tuple[int, ...]]
 
 # An index has a pair (start, stop) for each axis. Unlike slices, such pairs are hashable.
 Index = tuple[tuple[int, int], ...]
@@ -71,11 +75,17 @@ class StoredArray(NamedTuple):
         """Number of bytes of the array before compression."""
         return math.prod(self.shape) * jax.numpy.dtype(self.dtype).itemsize
 
-    def fits(self, other: "StoredArray") -> bool:
+    def fits(self, other: "StoredArray", divisions: Collection[Division] = ()) -> bool:
         """Return whether this array can be restored as `other`.
 
         A pipeline with V virtual stages splits the layer axis, so that stacked layers of shape [L,
         ...] have the shape [V, L / V, ...]. Both shapes fit each other, for any V.
+
+        Args:
+          other: the array that is restored.
+          divisions: pairs of different [V, L / V] that other arrays of the checkpoint have here and
+            there. Without them, two different shapes with two axes do not fit: they may be [L,
+            size] with different sizes.
         """
         if str(self) == str(other):
             return True
@@ -85,12 +95,25 @@ class StoredArray(NamedTuple):
         if (ours, theirs) == (1, 1) or min(len(self.shape) - ours, len(other.shape) - theirs) < 0:
             return False
         of_a_layer = tuple(self.shape[ours:])
-        # If two shapes with two axes differ, they do not fit. They may be [L, size] with different
-        # sizes.
         if ours == theirs and not of_a_layer:
-            return False
+            return (tuple(self.shape), tuple(other.shape)) in divisions
         same_count = math.prod(self.shape[:ours]) == math.prod(other.shape[:theirs])
         return same_count and of_a_layer == tuple(other.shape[theirs:])
+
+
+def divisions(pairs: Iterable[tuple[StoredArray, StoredArray]]) -> set[Division]:
+    """Return the pairs of different [V, L / V] of arrays that fit each other.
+
+    Args:
+      pairs: arrays of a checkpoint and of a model.
+    """
+    return {
+        (tuple(stored.shape[:2]), tuple(wanted.shape[:2]))
+        for stored, wanted in pairs
+        if stored.shape[:2] != wanted.shape[:2]
+        and stack_axes(stored.shape, wanted.shape) == (2, 2)
+        and stored.fits(wanted)
+    }
 
 
 def stack_axes(stored: Sequence[int], wanted: Sequence[int]) -> tuple[int, int]:

@@ -28,6 +28,7 @@ from rmt_tpu.checkpoint.arrays import (
     COMPRESSIONS,
     StoredArray,
     describe,
+    divisions,
     named_leaves,
     open_arrays,
     place,
@@ -438,9 +439,13 @@ class Checkpointer:
         names: list[str],
     ) -> None:
         differing = []
+        pairs = [
+            (stored[name], wanted[name]) for name in names if name in wanted and name in stored
+        ]
+        divided = divisions(pairs)
         for name in names:
             ours, theirs = wanted.get(name, "has none"), stored.get(name, "has none")
-            if not (name in wanted and name in stored and theirs.fits(ours)):
+            if not (name in wanted and name in stored and theirs.fits(ours, divided)):
                 differing.append(f"{name}: checkpoint {theirs}, model {ours}")
         if differing:
             more = f"; and {len(differing) - 8} more" if len(differing) > 8 else ""

@@ -43,7 +43,7 @@ class Commit(NamedTuple):
     def to_bytes(self) -> bytes:
         """Encode the content of the COMMIT file as JSON, without a loss that is not finite."""
         finite = self.loss is not None and math.isfinite(self.loss)
-        loss = {"loss": self.loss} if finite else {}
+        loss = {"loss": float(self.loss)} if finite else {}
         return json.dumps({"attempt": self.attempt, **loss}).encode()
 
     @classmethod
@@ -66,7 +66,7 @@ def seal(arrays: list[StoredArray], meta: dict) -> bytes:
     """Encode a manifest as bytes that include a checksum of its content.
 
     Raises:
-      UsageError: `meta` is not JSON.
+      UsageError: `meta` is not JSON, or is too large.
     """
     try:
         # Convert `meta` to JSON and back. The checksum must cover what a reader gets, such as lists
@@ -79,7 +79,13 @@ def seal(arrays: list[StoredArray], meta: dict) -> bytes:
         "arrays": [array._asdict() for array in arrays],
         "meta": meta,
     }
-    return json.dumps({"crc32": _checksum(content), "content": content}, indent=1).encode()
+    sealed = json.dumps({"crc32": _checksum(content), "content": content}, indent=1).encode()
+    if len(sealed) > MANIFEST_LIMIT:
+        raise UsageError(
+            f"a checkpoint's manifest has {len(sealed)} bytes; legal: at most {MANIFEST_LIMIT}, "
+            "with a smaller meta"
+        )
+    return sealed
 
 
 def unseal(manifest: bytes) -> tuple[dict[str, StoredArray], dict]:

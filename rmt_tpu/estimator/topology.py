@@ -110,6 +110,11 @@ class Target:
         return tuple(int(n) for n in self.topology.partition(":")[2].split("x"))
 
     @property
+    def devices(self) -> int:
+        """The number of devices of all slices: two per chip on tpu7x, and otherwise one."""
+        return math.prod(self.shape) * self.slices * (2 if self.name == "tpu7x" else 1)
+
+    @property
     def options(self) -> dict[str, Any]:
         """Keyword arguments for `jax.experimental.topologies.get_topology_desc`."""
         if self.platform == "cuda":

@@ -195,13 +195,14 @@ class Fit(NamedTuple):
         ]  # fmt: skip
 
     def reaching(self, losses: Sequence[float]) -> list[float]:
-        """Return, for each seed, the x at which its fit predicts its loss in `losses`.
+        """Return, for each seed, the log of the x at which its fit predicts its loss in `losses`.
 
-        If there are fewer losses than fits, or fewer fits than losses, the result has only the
-        first seeds. The fewer must be those of the first seeds.
+        The result is infinite if a fit does not predict a lower loss for a larger x. If there are
+        fewer losses than fits, or fewer fits than losses, the result has only the first seeds. The
+        fewer must be those of the first seeds.
         """
         return [
-            math.exp((math.log(loss) - b) / a)
+            (math.log(loss) - b) / a if a < 0 else math.inf
             for loss, a, b in zip(losses, self.slopes, self.intercepts, strict=False)
         ]
 

@@ -203,18 +203,20 @@ def fits_table(outcomes: Sequence[ArmOutcome]) -> str:
             if base is None or not largest.complete:
                 cells.append("")
                 continue
-            needed = [
-                math.log(other / getattr(largest, x)) for other in base.reaching(largest.losses)
-            ]
+            own = math.log(getattr(largest, x))
+            needed = [other - own for other in base.reaching(largest.losses)]
+            if not all(map(math.isfinite, needed)):
+                cells.append("no size would do")
+                continue
             mean, half = estimate(needed)
-            ends = (
-                ""
-                if math.isnan(half)
-                else f" ({math.exp(mean - half):.2f}..{math.exp(mean + half):.2f})"
-            )
-            cells.append(f"{math.exp(mean):.2f} times{ends}")
+            ends = "" if math.isnan(half) else f" ({_times(mean - half)}..{_times(mean + half)})"
+            cells.append(f"{_times(mean)} times{ends}")
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines) + "\n"
+
+
+def _times(log: float) -> str:
+    return f"{math.exp(log):.2f}" if log < math.log(1e6) else "over 1e6"
 
 
 def _plain(value: Estimate) -> str:

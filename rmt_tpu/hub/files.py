@@ -7,6 +7,7 @@ This module does not import JAX.
 """
 
 import contextlib
+import glob
 import itertools
 import json
 import math
@@ -135,7 +136,9 @@ def _files(folder: Folder) -> list[File]:
             raise RunError(f"{folder} has no {name}, which {INDEX} lists")
     if folder.local_path is not None:
         return [LocalFile(folder.local_path / name) for name in names]
-    objects = {found.url: found for found in find_objects(f"{folder}/*.safetensors")}
+    objects = {
+        found.url: found for found in find_objects(f"{glob.escape(str(folder))}/*.safetensors")
+    }
     return [BucketFile(objects[f"{folder}/{name}"]) for name in names]
 
 

@@ -1,5 +1,6 @@
 """Functions that load a trained decoder from a run folder or a folder in Hugging Face format."""
 
+import glob
 import hashlib
 import json
 from typing import Any, NamedTuple
@@ -115,7 +116,9 @@ def identity(workdir: Location, step: int | None = None) -> tuple[int | str, Any
     if step is not None:
         raise _no_step(step, folder)
     if folder.local_path is None:
-        found = [x for end in _HUB_FILES for x in find_objects(f"{folder}/*{end}")]
+        found = [
+            x for end in _HUB_FILES for x in find_objects(f"{glob.escape(str(folder))}/*{end}")
+        ]
         return "hub", [(x.url, x.size, x.generation) for x in found]
     paths = sorted(p for p in folder.local_path.iterdir() if p.suffix in _HUB_FILES)
     return "hub", [(p.name, p.stat().st_size, p.stat().st_mtime_ns) for p in paths]

@@ -12,7 +12,8 @@ from rmt_tpu.storage import Fault, Folder, Location, open_folder
 Row = dict[str, int | float | None]
 
 FILE = "metrics.jsonl"
-_LARGEST = 4 * 2**30  # The maximum size of the metrics file in bytes. A row has about 300 bytes.
+# The maximum size of a file to which a run appends, in bytes. A row of metrics has about 300 bytes.
+LARGEST = 4 * 2**30
 
 
 class MetricsWriter:
@@ -76,7 +77,7 @@ def read_metrics(
     """
     folder = open_folder(workdir)
     rows: dict[int, Row] = {}
-    found = folder.read(FILE, limit=_LARGEST)
+    found = folder.read(FILE, limit=LARGEST)
     lines = found.data.split(b"\n") if found else [b""]
     bad = []
     # Leave out what follows the last newline: it is empty or an incomplete row.
@@ -119,7 +120,7 @@ def _delete_rows_from(folder: Folder, first_step: int, report: Callable[[str], N
     next row must not be appended to that line.
     """
     try:
-        if (found := folder.read(FILE, limit=_LARGEST)) is None:
+        if (found := folder.read(FILE, limit=LARGEST)) is None:
             return
         lines = [line + b"\n" for line in found.data.split(b"\n")[:-1]]
         remaining = b"".join(

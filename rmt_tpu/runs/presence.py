@@ -136,7 +136,7 @@ def _parse_record(data: bytes) -> tuple[str | None, bool]:
     """Return which process wrote an announcement, and whether the process is on this host.
 
     The first value is None if the process has ended, or has not renewed the file for several
-    minutes.
+    minutes, or names a time that is several minutes in the future.
     """
     try:
         record = json.loads(data)
@@ -149,7 +149,8 @@ def _parse_record(data: bytes) -> tuple[str | None, bool]:
     except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
         return None, False
     is_here = host == socket.gethostname()
-    if ago > _STALE_SECONDS or (is_here and not _is_alive(pid, started)):
+    # A time that is too far in the future says nothing: the other host's clock is wrong.
+    if not abs(ago) <= _STALE_SECONDS or (is_here and not _is_alive(pid, started)):
         return None, False
     return f"process {pid} on {host} (seen {max(ago, 0):.0f} s ago)", is_here
 

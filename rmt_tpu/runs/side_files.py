@@ -5,11 +5,13 @@ A failure to write one of them never stops the run.
 
 import contextlib
 import json
+import math
 import re
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import jax
 
@@ -18,7 +20,7 @@ from rmt_tpu.distributed import processes
 from rmt_tpu.errors import DivergedError, RunError, one_line
 from rmt_tpu.runs import trackers
 from rmt_tpu.runs.environment import describe
-from rmt_tpu.runs.metrics import FILE, MetricsWriter
+from rmt_tpu.runs.metrics import FILE, LARGEST, MetricsWriter
 from rmt_tpu.runs.plots import LOSS_CURVE, plot_loss
 from rmt_tpu.storage import Folder
 
@@ -55,7 +57,7 @@ class SideFiles:
     """
 
     def __init__(self, folder: Folder, step: int, config: RunConfig, log: Callable[[str], None]):
-        self._folder, self._log = folder, log
+        self._folder, self._config, self._log = folder, config, log
         self._reported: set[str] = set()
         self._metrics, self._trackers = None, trackers.Trackers({}, log)
         if processes.is_first():
@@ -66,10 +68,13 @@ class SideFiles:
             with self._harmless(f"{folder}/{STARTS} cannot be written"):
                 start = json.dumps({"from_step": step} | describe())
                 folder.append(STARTS, f"{start}\n".encode())
+            # If this file of a later step stayed, the run would skip its last evaluation.
+            with self._harmless(f"{folder}/{COMPLETE} cannot be deleted"):
+                done = _completed(folder)
+                if done is not None and not done.get("step", math.inf) <= step:
+                    folder.delete(COMPLETE)
             with self._harmless(f"the samples after step {step} cannot be deleted"):
                 self._delete_samples_after(step)
-                if (done := self._completed()) is not None and done > step:
-                    folder.delete(COMPLETE)
 
     def __enter__(self) -> "SideFiles":
         return self
@@ -140,7 +145,7 @@ class SideFiles:
         found = False
         if processes.is_first():
             with self._harmless(f"{self._folder}/{COMPLETE} is ignored"):
-                found = self._completed() == steps
+                found = is_complete(self._folder, self._config, steps)
         return processes.from_first(found, "the last step")
 
     def complete(self, step: int) -> None:
@@ -153,17 +158,12 @@ class SideFiles:
             with self._harmless(f"{self._folder}/{COMPLETE} cannot be written"):
                 if not self._metrics.flush():
                     raise RunError(f"the last rows of {FILE} are not written yet")
-                done = json.dumps({"step": step, "time": time.time()})
-                self._folder.write(COMPLETE, f"{done}\n".encode())
-
-    def _completed(self) -> int | None:
-        """Return the step at which the run was recorded as complete, or None."""
-        found = self._folder.read(COMPLETE)
-        return found and json.loads(found.data)["step"]
+                done = {"step": step, "time": time.time()} | _measured(self._config)
+                self._folder.write(COMPLETE, f"{json.dumps(done)}\n".encode())
 
     def _delete_samples_after(self, step: int) -> None:
         """Delete the text samples of steps after `step`, because the run repeats these steps."""
-        found = self._folder.read(SAMPLES)
+        found = self._folder.read(SAMPLES, limit=LARGEST)
         if found is None:
             return
         before = found.data.decode(errors="replace")
@@ -192,12 +192,40 @@ class SideFiles:
             self._log(note)
 
 
+def is_complete(folder: Folder, config: RunConfig, steps: int) -> bool:
+    """Return whether the run in a folder was recorded as complete at step `steps`.
+
+    It is not complete if it was evaluated on another amount of held-out text than its config asks
+    for.
+    """
+    wanted = {"step": steps} | _measured(config)
+    done = _completed(folder)
+    # Records from before 2026-11-30 have the step alone.
+    return bool(done) and {**wanted, **done}.items() >= wanted.items()
+
+
+def _measured(config: RunConfig) -> dict[str, Any]:
+    """Return the fields of the config that determine how much text an evaluation uses."""
+    return {name: getattr(config.train, name) for name in ("eval_tokens", "eval_batches")}
+
+
+def _completed(folder: Folder) -> dict[str, Any] | None:
+    """Return what the file that records a complete run states; {} if it is damaged."""
+    if (found := folder.read(COMPLETE)) is None:
+        return None
+    try:
+        done = json.loads(found.data)
+    except (ValueError, RecursionError):
+        return {}
+    return done if isinstance(done, dict) and type(done.get("step")) is int else {}
+
+
 def archive_metrics(folder: Folder) -> None:
     """Rename the metrics of an earlier start that saved no checkpoint to `metrics.old.jsonl`.
 
     The list of tracked runs is deleted, so that trackers record the restarted run as a new one.
     """
     folder.delete(trackers.FILE)
-    if (found := folder.read(FILE)) is not None:
+    if (found := folder.read(FILE, limit=LARGEST)) is not None:
         folder.write(_OLD_METRICS, found.data)
         folder.delete(FILE)

@@ -42,6 +42,8 @@ _BUCKET = re.compile(r"(?!goog)[a-z0-9][a-z0-9._-]{1,220}[a-z0-9]")
 _CHECK_SECONDS = 9.0
 # Time limit in seconds for a request to the service, including retries.
 _SECONDS = 120.0
+# How often an object that is replaced while it is read is read again.
+_READS = 10
 _EMULATOR = "STORAGE_EMULATOR_HOST"
 _KEY_FILE = "GOOGLE_APPLICATION_CREDENTIALS"
 # Matches the name of the object that `append` uploads before it composes two objects. A killed
@@ -117,23 +119,26 @@ class GcsFolder(Folder):
 
         Raises:
           Fault: the object has more than `limit` bytes.
+          Unavailable: the object was replaced again and again while it was read.
         """
         with _one_line_errors(self._url_of(name)):
-            blob = self._bucket.get_blob(self._key(name), **_retry_options())
-            if blob is None:
-                return None
-            # Check the size before the download allocates memory.
-            if blob.size > limit:
-                raise Fault(f"{self._url_of(name)} has {blob.size} bytes; legal: at most {limit}")
-            try:
-                # Download the bytes as stored: decompression could yield more than `limit` bytes.
-                data = blob.download_as_bytes(
-                    if_generation_match=blob.generation, raw_download=True, **_retry_options()
-                )
-            # The object was deleted or replaced after its size was read, so read it again.
-            except (NotFound, PreconditionFailed):
-                return self.read(name, limit=limit)
-        return Found(data, blob.generation)
+            for _ in range(_READS):
+                blob = self._bucket.get_blob(self._key(name), **_retry_options())
+                if blob is None:
+                    return None
+                # Check the size before the download allocates memory.
+                if blob.size > limit:
+                    raise Fault(
+                        f"{self._url_of(name)} has {blob.size} bytes; legal: at most {limit}"
+                    )
+                # If the object was deleted or replaced after its size was read, read it again.
+                with contextlib.suppress(NotFound, PreconditionFailed):
+                    # Download the bytes as stored: decompressed, they could exceed `limit`.
+                    data = blob.download_as_bytes(
+                        if_generation_match=blob.generation, raw_download=True, **_retry_options()
+                    )
+                    return Found(data, blob.generation)
+        raise Unavailable(f"{self._url_of(name)} changes while it is read")
 
     def write(self, name: str, data: bytes) -> None:
         """Upload an object, replacing any earlier one."""

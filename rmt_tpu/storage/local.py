@@ -21,14 +21,18 @@ class LocalFolder(Folder):
     it. It uses a lock file to make `create`, `replace` and a conditional `delete` exclusive.
     """
 
-    def __init__(self, url: str):
+    def __init__(self, url: str, path: Path | None = None):
         """Create a `Folder` for a local path, without accessing the path.
+
+        Args:
+          url: the path, which messages show.
+          path: the absolute path; None means that `url` is relative to the current directory.
 
         Raises:
           UsageError: Python and tensorstore would interpret the path differently.
         """
         self.url = url
-        self.local_path = Path(os.path.abspath(os.path.expanduser(url)))
+        self.local_path = path or Path(os.path.abspath(os.path.expanduser(url)))
         _check_path(url, str(self.local_path))
         self._kv = ts.KvStore.open(self.kvstore()).result()
 
@@ -39,7 +43,9 @@ class LocalFolder(Folder):
 
     def child(self, name: str) -> "LocalFolder":
         """Return the subfolder `name`."""
-        return LocalFolder(os.path.join(self.url, join(name)))
+        # The current directory may have changed since this folder was opened.
+        name = join(name)
+        return LocalFolder(os.path.join(self.url, name), self.local_path / name)
 
     def check(self, *, write: bool = False) -> None:
         """Check that the folder can be listed; if `write` is true, create it and write a file.

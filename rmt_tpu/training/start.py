@@ -79,6 +79,17 @@ class Text(NamedTuple):
     mixture: data.Mixture | None = None
 
 
+def text_of(tokenizer: data.Tokenizer, datasets: Datasets) -> Text:
+    """Return the text of a run that reads `datasets`."""
+    train, texts = datasets.train, [(datasets.train, datasets.held_out)]
+    mixture = train if isinstance(train, data.Mixture) else None
+    if mixture is not None:
+        windows = (text.windows for text in mixture.texts)
+        texts = list(zip(windows, (mixed.windows for mixed in datasets.mixed), strict=True))
+    held_out = {str(own.checksum()): held_out.checksum() for own, held_out in texts}
+    return Text(tokenizer, train.checksum(), held_out, train, mixture)
+
+
 class SavedRun(NamedTuple):
     """A run folder with its checkpoints and config; `ContinuedRun` has the same fields."""
 

@@ -13,7 +13,7 @@ import sharding
 from rmt_tpu import data, memory
 from rmt_tpu.checkpoint import Checkpointer, Retention
 from rmt_tpu.config import RunConfig, overrides
-from rmt_tpu.data.datasets import Datasets, chat_template_of
+from rmt_tpu.data.datasets import chat_template_of
 from rmt_tpu.distributed import processes
 from rmt_tpu.errors import UsageError
 from rmt_tpu.runs import presence, text_ends, trackers, workdir
@@ -30,13 +30,13 @@ from rmt_tpu.training.spikes import GoBack
 from rmt_tpu.training.start import (
     SavedRun,
     Start,
-    Text,
     check_step,
     checkpoint_meta,
     go_back,
     kept_values,
     read_text,
     restore_or_init,
+    text_of,
     warm_start_of,
 )
 
@@ -221,21 +221,11 @@ def _prepare(
     tokenizer = data.load_tokenizer(config.data.tokenizer)
     warm_start = warm_start_of(config, folder)
     datasets = read_text(config, folder, tokenizer, warm_start)
-    mixture = datasets.train if isinstance(datasets.train, data.Mixture) else None
-    text = Text(tokenizer, datasets.train.checksum(), _held_out(datasets), datasets.train, mixture)
+    text = text_of(tokenizer, datasets)
     tasks = TaskMetrics(run, config, tokenizer)
     checksums = {"train": text.checksum, "held out": text.held_out}
     _check_agreement(config, from_step, checksums, tasks.checksum())
     return LoopInputs(config, run, text, datasets, tasks), warm_start
-
-
-def _held_out(datasets: Datasets) -> dict[str, int]:
-    """Return `Text.held_out`."""
-    texts = [(datasets.train, datasets.held_out)]
-    if isinstance(datasets.train, data.Mixture):
-        windows = (text.windows for text in datasets.train.texts)
-        texts = list(zip(windows, (mixed.windows for mixed in datasets.mixed), strict=True))
-    return {str(train.checksum()): held_out.checksum() for train, held_out in texts}
 
 
 def _back_step(folder: Folder, from_step: int | None, changes: workdir.ConfigChanges) -> int | None:

@@ -17,6 +17,7 @@ from rmt_tpu.analysis.compare import (
 )
 from rmt_tpu.config import MatrixStore, MhcLite, overrides
 from rmt_tpu.config.presets import presets, run
+from rmt_tpu.runs import workdir
 from rmt_tpu.runs.metrics import read_metrics, series
 from rmt_tpu.storage import open_folder
 from tests import cli
@@ -240,3 +241,24 @@ def test_usage(flags, pieces, tmp_path):
     error = cli.fail("compare", *flags, f"--workdir={tmp_path / 'new'}")
     assert all(piece in error for piece in pieces), error
     assert not (tmp_path / "new").exists()
+
+
+def test_a_last_loss_that_is_not_finite_is_told(tmp_path):
+    """And no earlier one in its place; without any loss there is still a table."""
+    config = overrides.apply(run("rmt-tiny"), {"train.steps": 4, "model.vocab_size": 257})
+    runs = {}
+    for name, losses in {"good": (3.0, 2.0), "bad": (5.5, None), "none": (None, None)}.items():
+        folder = open_folder(tmp_path / name)
+        workdir.write_config(folder, config)
+        rows = [{"step": 1, "train/loss": 1.0}]
+        rows += [{"step": 2 * i, "eval/loss": loss} for i, loss in enumerate(losses, 1)]
+        folder.write("metrics.jsonl", "".join(json.dumps(row) + "\n" for row in rows).encode())
+        runs[name] = [folder]
+    text = write_comparison(runs, tmp_path, by_loss=True)
+    assert [line.split(" | ")[0] for line in text.splitlines()[2:5]] == [
+        "| good",
+        "| bad",
+        "| none",
+    ]
+    told = json.loads((tmp_path / "comparison.json").read_text())
+    assert [row["held_out_loss"] for row in told] == [2.0, None, None]

@@ -75,6 +75,9 @@ def test_tables_fit_a_terminal():
     narrow = fitted(text, 30)
     assert "| attention | 1.5        |\n(columns only in the file: 1)\n" in narrow
     assert max(map(len, narrow.splitlines())) <= 30
+    # A compiler's message in the last column may contain a bar, and a row may lack a column.
+    odd = fitted("| op | why |\n|---|---|\n| a | INTERNAL: x|y |\n| b |\n", 40)
+    assert odd.splitlines()[2:] == ["| a   | INTERNAL: x y |", "| b   |               |"]
 
 
 @pytest.mark.parametrize(

@@ -184,6 +184,16 @@ def test_a_dry_run_refuses_what_train_would(flags, message, tmp_path):
 
 
 REFUSED = {
+    "repeated entry": (
+        "speedrun",
+        ["--presets=gpt2-tiny,gpt2-tiny"],
+        "--presets=gpt2-tiny,gpt2-tiny repeats a name; legal: different names",
+    ),
+    "no store": (
+        "speedrun",
+        ["--track=tpu", "--data=stdlib"],
+        "--data=stdlib is no token store; legal with --track=tpu: one of",
+    ),
     "lr": ("train", ["--lr=1"], "flag '--lr' is unknown; did you mean '--learning_rate'?"),
     "learning rate": ("train", ["--learning_rate=nan"], "--learning_rate=nan must be positive"),
     "set": (

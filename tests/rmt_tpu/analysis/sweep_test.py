@@ -1,5 +1,6 @@
 """What a sweep tries, how far each goes, and what is said of it."""
 
+import json
 import math
 
 import numpy as np
@@ -8,10 +9,13 @@ import pytest
 from rmt_tpu.analysis import sweep
 from rmt_tpu.config import overrides
 from rmt_tpu.config.presets import run as preset_run
+from rmt_tpu.data import ByteTokenizer
+from rmt_tpu.data.datasets import load_datasets
 from rmt_tpu.errors import DivergedError, UsageError
 from rmt_tpu.runs import workdir
 from rmt_tpu.runs.side_files import SideFiles
 from rmt_tpu.storage import open_folder
+from rmt_tpu.training.start import text_of
 
 RATE = "train.optimizer.learning_rate"
 
@@ -85,7 +89,9 @@ def test_rungs():
     assert sweep.rungs(9, 900, 3) == [(9, 100), (3, 300), (1, 900)]
     assert sweep.rungs(5, 100, 2) == [(5, 12), (3, 25), (2, 50), (1, 100)]
     assert sweep.rungs(1, 7, 3) == [(1, 7)]
-    assert sweep.rungs(27, 5, 3)[0] == (27, 1)
+    assert sweep.rungs(9, 5, 3) == [(9, 1), (3, 2), (1, 5)]
+    with pytest.raises(UsageError, match="^--steps=3 are too few .* 9 points .*legal: 9 or more"):
+        sweep.rungs(9, 3, 3)
 
 
 def test_names_of_folders():
@@ -159,6 +165,28 @@ def test_that_a_run_diverged_is_not_said_of_another_one_in_its_folder(tmp_path, 
     other = overrides.apply(config, {"train.seed": 1})
     sweep.try_run(other, folder, label="a")
     assert sweep.held_out_loss(folder) == 2.5
+
+
+def test_a_settled_run_of_another_text_is_refused(tmp_path, monkeypatch):
+    (tmp_path / "a.txt").write_text("stone river over and " * 400)
+    folder = open_folder(tmp_path / "run")
+    config = overrides.apply(
+        preset_run("rmt-tiny"),
+        {"data.source": f"{tmp_path}/a.txt", "model.vocab_size": 257, "data.seq_len": 16},
+    )
+    tokenizer = ByteTokenizer()
+    meta = {"held_out": dict(text_of(tokenizer, load_datasets(config, tokenizer)).held_out)}
+    workdir.write_config(folder, config)
+    workdir.open_checkpoints(folder).save(1, {"w": np.zeros(2)}, meta)
+    folder.write("complete.json", json.dumps({"step": config.train.steps}).encode())
+    monkeypatch.setattr(sweep, "resolve_auto", lambda config, kept, devices: config)
+    assert sweep.try_run(config, folder, label="a") is None
+    (tmp_path / "b.txt").write_text("and then there " * 500)
+    other = overrides.apply(config, {"data.source": f"{tmp_path}/b.txt"})
+    with pytest.raises(
+        UsageError, match="^--data=.*b.txt is not the text that the run in .*run has"
+    ):
+        sweep.try_run(other, folder, label="a")
 
 
 @pytest.mark.parametrize(("path", "line"), [("train.batch_size", "-"), ("train.seed", "None")])

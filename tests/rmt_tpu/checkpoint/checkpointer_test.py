@@ -12,7 +12,7 @@ import optax
 import pytest
 from flax import nnx
 
-from rmt_tpu.checkpoint import Checkpointer, checkpointer
+from rmt_tpu.checkpoint import Checkpointer, checkpointer, manifest
 from rmt_tpu.checkpoint import arrays as checkpoint_arrays
 from rmt_tpu.errors import RunError, UsageError
 from tests.rmt_tpu.checkpoint.checkpoints import (
@@ -455,3 +455,25 @@ def test_a_save_that_takes_long_is_told_and_so_is_the_one_before(root, reports, 
     assert saver.begin_save(2, small_tree(2), {}).step == 1
     assert saver.wait().step == 2
     assert reports[0].startswith("note: step 1 is not saved yet after 0 s; ")
+
+
+def test_scalars_of_layers_fit_another_number_of_virtual_stages(root):
+    """Another array of the same layers tells that their two axes are those of layers."""
+    saver, numbers = Checkpointer(str(root)), np.arange(8, dtype=np.float32)
+    matrices = np.arange(24, dtype=np.float32)
+    saver.save(1, {"stacks": {"scale": numbers.reshape(2, 4), "w": matrices.reshape(2, 4, 3)}}, {})
+    like = {"scale": jnp.zeros((4, 2)), "w": jnp.zeros((4, 2, 3))}
+    _, found, _ = saver.restore({"stacks": like})
+    assert_same(found["stacks"], {"scale": numbers.reshape(4, 2), "w": matrices.reshape(4, 2, 3)})
+    for wrong in (like | {"scale": jnp.zeros((8, 1))}, like | {"scale": jnp.zeros((4, 3))}):
+        with pytest.raises(UsageError, match="does not fit the model: stacks/scale: checkpoint"):
+            saver.restore({"stacks": wrong})
+
+
+def test_a_meta_that_could_not_be_read_again_is_refused(root, monkeypatch):
+    monkeypatch.setattr(manifest, "MANIFEST_LIMIT", 1000)
+    with pytest.raises(
+        UsageError, match="manifest has .* bytes; legal: at most 1000, with a small"
+    ):
+        Checkpointer(str(root)).save(1, {"w": np.zeros(2)}, {"x": "a" * 1000})
+    assert Checkpointer(str(root)).steps() == []

@@ -313,6 +313,7 @@ def test_all_links_count_where_a_collectives_links_are_unknown():
     sent = Collective("all-gather", "", ("data",), 2, calls=1, bytes=10**9, overlaps=False)
     gpus = parse_topology("h100:2")
     assert seconds_on_links(sent, gpus, {"data": 2}, None) == 1e9 / gpus.interconnect
+    assert [parse_topology(name).devices for name in ("v5p:2x2x1", "tpu7x:2x2x1")] == [4, 8]
     # Two cores of a chip, and two slices.
     chip, both = parse_topology("tpu7x:1x1x1"), 2 * [[0, 0, 0]]
     assert seconds_on_links(sent, chip, {"data": 2}, both) == 1e9 / chip.interconnect

@@ -91,7 +91,7 @@ def test_a_fit_finds_what_was_put_in(ladder):
     np.testing.assert_allclose(found.slopes, [-0.1] * 3, rtol=1e-9)
     np.testing.assert_allclose(np.exp(found.intercepts), [20, 21, 19.5], rtol=1e-9)
     np.testing.assert_allclose(found.at(1e9), [c * 1e9**-0.1 for c in (20, 21, 19.5)])
-    np.testing.assert_allclose(found.reaching(found.at(7e9)), [7e9] * 3)
+    np.testing.assert_allclose(np.exp(found.reaching(found.at(7e9))), [7e9] * 3)
     assert outcomes.fit(ladder[:2], "flops") is None
     table = results.fits_table(ladder).splitlines()
     assert "| second | -0.1000 ± 0.0000 | -0.2000 ± 0.0000 |" in table[3]
@@ -106,6 +106,15 @@ def test_a_fit_may_have_more_seeds_than_the_largest_model(ladder):
     table = results.fits_table(ladder).splitlines()
     assert table[2].endswith("|  |  |")
     assert "| 2.00 times (2.00..2.00) | 1.41 times (1.41..1.41) |" in table[3]
+
+
+@pytest.mark.parametrize(("slope", "shown"), [(1e-6, "over 1e6 times"), (-0.1, "no size would do")])
+def test_a_flat_fit_says_that_hardly_any_size_would_do(ladder, slope, shown):
+    for index, outcome in enumerate(ladder):
+        if outcome.arm.system == "first":
+            losses = tuple(c * outcome.flops**-slope for c in (20.0, 21.0, 19.5))
+            ladder[index] = replace(outcome, losses=losses)
+    assert f"| {shown}" in results.fits_table(ladder).splitlines()[3]
 
 
 def test_a_page(ladder):

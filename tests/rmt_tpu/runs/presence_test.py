@@ -1,6 +1,7 @@
 """Two processes in one folder: a refusal or a note, and none where the other one has ended."""
 
 import json
+import math
 import os
 import shutil
 import socket
@@ -29,9 +30,11 @@ def ended_pid() -> int:
     [
         ("elsewhere", 7, 10, True),
         ("elsewhere", 7, 10_000, False),
+        ("elsewhere", 7, -10_000, False),  # whose clock is wrong
+        ("elsewhere", 7, math.nan, False),
         (HERE, os.getpid(), 10, False),  # an earlier run of this very process
     ],
-    ids=["elsewhere", "elsewhere, long ago", "itself"],
+    ids=["elsewhere", "elsewhere, long ago", "in the future", "at no time", "itself"],
 )
 def test_another_process_is_noted(tmp_path, host, pid, seen_ago, noted):
     word = {"host": host, "pid": pid, "seen": time.time() - seen_ago}

@@ -10,7 +10,7 @@ from rmt_tpu.config import overrides, presets
 from rmt_tpu.errors import DivergedError
 from rmt_tpu.runs import environment
 from rmt_tpu.runs.metrics import read_metrics
-from rmt_tpu.runs.side_files import SideFiles, archive_metrics
+from rmt_tpu.runs.side_files import SideFiles, archive_metrics, is_complete
 from rmt_tpu.storage import Fault, open_folder
 from rmt_tpu.storage.local import LocalFolder
 
@@ -205,3 +205,32 @@ def test_rows_that_a_failed_append_left_are_written_when_files_are_flushed(
             files.write(8, {"eval/loss": 1.0})
         files.flush()
         assert read_metrics(tmp_path) == [{"step": 8, "eval/loss": 1.0}]
+
+
+def test_a_later_step_is_forgotten_whatever_its_samples_are(tmp_path, told, monkeypatch):
+    with side_files(tmp_path, told) as files:
+        files.complete(8)
+    read = LocalFolder.read
+
+    def no_samples(self, name, **options):
+        if name == "samples.txt":
+            raise Fault("not there now")
+        return read(self, name, **options)
+
+    monkeypatch.setattr(LocalFolder, "read", no_samples)
+    with side_files(tmp_path, told, step=3) as files:
+        assert not files.is_complete(8) and "not there now" in told[-1]
+    for damaged in (b"", b"[]", b'{"step": "8"}'):
+        (tmp_path / "complete.json").write_bytes(damaged)
+        with side_files(tmp_path, told, step=3) as files:
+            assert not (tmp_path / "complete.json").exists()
+
+
+def test_a_run_is_not_complete_on_another_amount_of_text(tmp_path, told):
+    with side_files(tmp_path, told) as files:
+        files.complete(8)
+    config, folder = presets.run("rmt-tiny"), open_folder(tmp_path)
+    assert is_complete(folder, config, 8) and not is_complete(folder, config, 9)
+    assert not is_complete(folder, overrides.apply(config, {"train.eval_tokens": 64}), 8)
+    (tmp_path / "complete.json").write_text('{"step": 8}')  # an older record
+    assert is_complete(folder, overrides.apply(config, {"train.eval_tokens": 64}), 8)

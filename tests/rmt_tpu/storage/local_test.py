@@ -41,3 +41,16 @@ def test_a_link_to_nowhere_is_told(tmp_path):
     for folder in (tmp_path / "link", tmp_path / "link/run"):
         with pytest.raises(UsageError, match="cannot be written to: .*link is a broken link"):
             open_folder(folder).check(write=True)
+
+
+def test_a_relative_folder_stays_where_it_was_opened(tmp_path, monkeypatch):
+    for name in ("one", "other"):
+        (tmp_path / name).mkdir()
+    monkeypatch.chdir(tmp_path / "one")
+    folder = open_folder("run")
+    monkeypatch.chdir(tmp_path / "other")
+    child = folder.child("checkpoints")
+    assert child.local_path == tmp_path / "one/run/checkpoints"
+    assert str(child) == "run/checkpoints"
+    child.write("a", b"b")
+    assert (tmp_path / "one/run/checkpoints/a").read_bytes() == b"b"
