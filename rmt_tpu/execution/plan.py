@@ -39,6 +39,8 @@ class ExecutionPlan(NamedTuple):
         backward pass with their last axis innermost.
       rereads_rebuilt: whether the kernel that rebuilds the residual also reads it; None if no
         residual is rebuilt.
+      faster_in_parts: the number of parts in which a batch probably takes less time; None if no
+        residual is rebuilt. The step has `train.accumulate` parts whatever this is.
       padded_width: the width of a vector in a bank, including padding; None without a bank of
         vectors.
       decode_kernels: whether decoding uses the kernels for a few tokens.
@@ -51,6 +53,7 @@ class ExecutionPlan(NamedTuple):
     products_in_turn: Choice
     kept_in_rows: Choice
     rereads_rebuilt: Choice | None
+    faster_in_parts: Choice | None
     padded_width: Choice | None
     decode_kernels: Choice
 
@@ -82,11 +85,12 @@ def plan_of(config: RunConfig, mesh: jax.sharding.Mesh) -> ExecutionPlan:
     kept = kept_by(model.remat)
     if in_turn.value and (schedule in _DIFFERENTIATED or (kept is not None and kept.products)):
         in_turn = Choice(False, "JAX differentiates each layer, and XLA may join its products")
-    in_place = rereads = padded = None
+    in_place = rereads = parts = padded = None
     if schedule == "reversible":
         size = jnp.dtype(model.store.dtype).itemsize * model.residual_size
         in_place = choices.outputs_in_place(target, model.data_shape[0])
         rereads = choices.rereads_rebuilt(target, tokens * size // mesh.size)
+        parts = _parts(target, config, size, mesh.size)
     if model.mixer.banked and not model.store.has_keys:
         padded = width(model)
     return ExecutionPlan(
@@ -97,9 +101,20 @@ def plan_of(config: RunConfig, mesh: jax.sharding.Mesh) -> ExecutionPlan:
         products_in_turn=in_turn,
         kept_in_rows=choices.kept_in_rows(target),
         rereads_rebuilt=rereads,
+        faster_in_parts=parts,
         padded_width=padded,
         decode_kernels=_decode_kernels(model, target, mesh),
     )
+
+
+def _parts(target: Target, config: RunConfig, size: int, devices: int) -> Choice:
+    train, seq_len = config.train, config.data.seq_len
+    tokens = train.batch_size * seq_len // devices
+    chosen = choices.faster_in_parts(target, tokens * size, tokens, train.batch_size // devices)
+    if chosen.value <= train.accumulate:
+        return chosen._replace(value=train.accumulate)
+    flag = f"--set=train.accumulate={chosen.value}"
+    return Choice(chosen.value, f"{chosen.reason}, with {flag} (this step has {train.accumulate})")
 
 
 def _schedule(config: RunConfig, mesh: jax.sharding.Mesh) -> str:

@@ -19,6 +19,10 @@ _WRITES_IN_PLACE = ("tpu_v5_lite", "tpu_v5", "tpu_v6_lite")
 _FUSED_PRODUCTS = ("tpu_v6_lite",)
 # The rows of a tile of an array in HBM, on the TPUs of `_WRITES_IN_PLACE`.
 _TILE_ROWS = 8
+# The TPUs on which a step in parts was faster than a whole one, by estimate, if the residual of a
+# part fits into half of VMEM and that of the whole does not (docs/benchmarks/train_step.md). A part
+# had at least this number of tokens.
+_FASTER_IN_PARTS, _PART_TOKENS = ("tpu_v5_lite", "tpu_v6_lite"), 8192
 # A residual that fills at most this share of VMEM may stay there between two kernels.
 MAX_VMEM_SHARE = 0.5
 # The largest share of a vector's width that padding with zeros may add. More padding would cost
@@ -103,6 +107,32 @@ def rereads_rebuilt(target: Target, residual_bytes: int) -> Choice:
     size = f"{share:.1%} of {vmem}" if share < 1 else f"{share:.1f} times {vmem}"
     limit = f"a separate kernel reads one that takes at most {MAX_VMEM_SHARE:.0%}"
     return Choice(share > MAX_VMEM_SHARE, f"a residual takes {size}; {limit}")
+
+
+def faster_in_parts(target: Target, residual_bytes: int, tokens: int, rows: int) -> Choice:
+    """Choose the number of parts of a batch in which a train step probably takes the least time.
+
+    The choice is only advice, because it changes how gradients are rounded.
+
+    Args:
+      target: the device that the program is compiled for.
+      residual_bytes: the size of the residual on one device.
+      tokens: the number of tokens per step on one device.
+      rows: the number of sequences per step on one device.
+    """
+    if target.slug not in _FASTER_IN_PARTS:
+        return Choice(1, f"parts are not known to be faster on {target.kind}")
+    most = int(MAX_VMEM_SHARE * target.chip.vmem)
+    if residual_bytes <= most:
+        return Choice(1, "a residual of all tokens may stay in VMEM between two kernels")
+    parts = -(-residual_bytes // most)
+    while rows % parts and parts < rows:
+        parts += 1
+    if rows % parts or tokens // parts < _PART_TOKENS:
+        return Choice(
+            1, f"a part whose residual may stay in VMEM has less than {_PART_TOKENS} tokens"
+        )
+    return Choice(parts, "a residual of one part may stay in VMEM between two kernels")
 
 
 def few_tokens(tokens: int) -> bool:

@@ -1,5 +1,7 @@
 """Tests of the plan of a train step: the target, and the choices that follow from it."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -44,6 +46,7 @@ def test_an_rmt(topology, in_place):
         "products_in_turn": True,
         "kept_in_rows": True,
         "rereads_rebuilt": topology == "tpu7x:2x2x1",
+        "faster_in_parts": 1,
         "padded_width": None,
         "decode_kernels": True,
     }
@@ -95,6 +98,27 @@ def test_what_fills_half_of_a_chips_vmem_is_large(kind, most):
     size = lambda batch: int(np.prod((batch, 512, 64, 64))) * jnp.dtype(jnp.int16).itemsize
     found = [choices.rereads_rebuilt(Target(kind), size(b)).value for b in (most, most + 1)]
     assert found == [False, True]
+
+
+@pytest.mark.parametrize(
+    ("batch", "accumulate", "parts", "said"),
+    [
+        (16, 1, 1, "of all tokens may stay"),
+        (32, 1, 2, "of one part may stay in VMEM.*train.accumulate=2 .this step has 1"),
+        (32, 2, 2, "of one part may stay in VMEM between two kernels$"),
+        (48, 1, 3, "train.accumulate=3 .this step has 1"),
+        (40, 1, 4, "less than 8192 tokens"),
+    ],
+)
+def test_a_batch_is_faster_in_parts_whose_residual_fits(batch, accumulate, parts, said):
+    changes = {"train__batch_size": batch, "train__accumulate": accumulate}
+    found = plan("rmt-305m", "v5e:2x2", data__seq_len=512, **changes).faster_in_parts
+    assert re.search(said, found.reason)
+    assert found.value == (1 if "less than" in said else parts)
+    assert plan("rmt-305m", "tpu7x:2x2x1", data__seq_len=512, **changes).faster_in_parts.value == (
+        accumulate
+    )
+    assert plan("gpt2-tiny", "v5e:2x2").faster_in_parts is None
 
 
 def test_products_come_in_turn_where_that_is_faster():
