@@ -24,7 +24,6 @@ parametrisation is shown too.
 
 import dataclasses
 import datetime
-import json
 import shlex
 import time
 from typing import Any
@@ -133,8 +132,8 @@ def _base(
 ) -> dict[str, Any]:
     """Return the config change that makes the first variant the base model of muP.
 
-    The base gets the first variant's values of all model fields that any variant changes. Nothing
-    is changed if the parametrisation is not muP, or if the config sets a base.
+    The base gets the first variant's values of all sizes of the model that any variant changes.
+    Nothing is changed if the parametrisation is not muP, or if the config sets a base.
     """
     parametrization = config.model.parametrization
     if not isinstance(parametrization, MuP) or parametrization.base:
@@ -145,8 +144,7 @@ def _base(
         for path in paths
         if path.startswith("model.") and not path.startswith("model.parametrization")
     }
-    as_text = lambda value: value if isinstance(value, str) else json.dumps(value)
-    sizes = [f"{path}={as_text(value)}" for path, value in values.items()]
+    sizes = [f"{path}={value}" for path, value in values.items() if type(value) is int]
     return {"model.parametrization.base": sizes}
 
 
