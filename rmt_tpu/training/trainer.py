@@ -161,8 +161,7 @@ def _train(
         start = restore_or_init(
             inputs.model, saved, inputs.text, warm_start, back_step, progress.log
         )
-        continued = isinstance(warm_start, ContinuedRun)
-        _check_steps(config, folder, start, warm_start.changes if continued else changes.lines)
+        _check_steps(config, folder, start, changes.lines, warm_start)
         inputs = inputs.continuing(start := start.after(options.back))
         if back_step is not None:
             go_back(folder, checkpoints, back_step, progress.log)
@@ -182,19 +181,28 @@ def _train(
         return loop.run(profile_steps, folder, options.on_saved, options.stop_loss)
 
 
-def _check_steps(config: RunConfig, folder: Folder, start: Start, changes: Sequence[str]) -> None:
+def _check_steps(
+    config: RunConfig,
+    folder: Folder,
+    start: Start,
+    changes: Sequence[str],
+    warm_start: WarmStart | ContinuedRun | None,
+) -> None:
     """Check that the steps that the run has done leave those that its config asks for.
 
     Args:
       config: the run's config.
       folder: the run folder.
       start: the state from which the run goes on.
-      changes: a line for each field that differs from the config that the state had so far.
+      changes: a line for each field that differs from the config in the run folder.
+      warm_start: the source of a new run's state.
 
     Raises:
       UsageError: the run has done more steps than that, or a freeze that was changed is over.
     """
     check_step(config, folder, start.step)
+    if isinstance(warm_start, ContinuedRun):
+        changes = warm_start.changes
     if start.step:
         freeze.check_change(config.train, changes, start.step - int(start.state.skipped))
 
