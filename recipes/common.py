@@ -163,7 +163,7 @@ def with_warm_start(base: RunConfig, stored_config: RunConfig | None = None) -> 
 
 
 def _with_free_residual(stored: RunConfig) -> RunConfig:
-    """Return the config of a run that has started with "auto" in place of an int16 residual.
+    """Return a stored config with "auto" as the dtype of a residual that is int16 there.
 
     "auto" chooses int16 again, and lets a residual that outgrows int16 continue in float32.
     """

@@ -224,7 +224,7 @@ class _PlanTrainer:
         def train_and_keep(config: RunConfig, folder: Folder, *, label: str):
             outcome = train(pending[label])
             if outcome is None or not outcome.stopped_by:
-                # A run whose last metrics could not be written gets none, and is evaluated again.
+                # A run whose last metrics were not written has no record, and is evaluated again.
                 self.runs.settled(pending[label])
             return outcome
 

@@ -5,8 +5,8 @@
 
 The first command writes every table from the files in docs/benchmarks/data. A table goes between
 the comments `<!-- table: NAME -->` and `<!-- end -->` of a page. If the files of a table are
-missing, the command prints how to make them. It also draws the picture of `Pages.draw` if a number
-in it changed. The second command first runs a recipe, which can take
+missing, the command prints how to make them. It also draws `step_cost.png` again if a number in
+that picture has changed. The second command first runs a recipe, which can take
 an hour. It stores the recipe's JSON in docs/benchmarks/data, with the command, the date, the commit
 and the versions.
 """

@@ -49,9 +49,9 @@ def gated(
 def gelu_tanh(x: Float[Array, "*any"]) -> Float[Array, "*any"]:
     """Apply gelu, approximated by tanh, elementwise, in the dtype of the argument.
 
-    The slope is written out, because JAX's derivative of `jax.nn.gelu` is of 22 operations where
-    this is of 14. On v6e and tpu7x the vector unit, which computes them, is slower than the
-    matrix unit in three of the six products of a feed-forward layer.
+    The slope is written out, because it takes 14 operations, and JAX's derivative of `jax.nn.gelu`
+    takes 22. On v6e and tpu7x the vector unit, which computes them, is slower than the matrix unit
+    in three of the six products of a feed-forward layer (an estimate; see docs/log.md).
     """
     return x * _passed(x)
 

@@ -244,7 +244,7 @@ def test_usage(flags, pieces, tmp_path):
 
 
 def test_a_last_loss_that_is_not_finite_is_told(tmp_path):
-    """And no earlier one in its place; without any loss there is still a table."""
+    """No earlier loss takes its place, and a system without any loss is still in the table."""
     config = overrides.apply(run("rmt-tiny"), {"train.steps": 4, "model.vocab_size": 257})
     runs = {}
     for name, losses in {"good": (3.0, 2.0), "bad": (5.5, None), "none": (None, None)}.items():

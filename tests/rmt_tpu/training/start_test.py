@@ -201,7 +201,7 @@ def test_a_copy_may_go_on_otherwise_where_a_run_may(config, origin, tmp_path):
 
 
 def test_a_copy_has_what_the_other_run_chose_in_place_of_auto(config, whole, origin, tmp_path):
-    """Of a run that has outgrown int16, for example."""
+    """The other run has outgrown int16 here, so that its copy begins with float32."""
     stored = json.loads((origin / "config.json").read_text())
     stored["model"] |= {"compute_dtype": "bfloat16", "remat": "reversible"}
     stored["model"]["store"]["dtype"] = "float32"
