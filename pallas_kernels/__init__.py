@@ -21,6 +21,7 @@ from pallas_kernels.depth_attention import (
     depth_attention_partial,
     depth_attention_partial_backward,
 )
+from pallas_kernels.depth_sums import depth_sums
 from pallas_kernels.grouped_matmul import grouped_matmul, row_alignment
 from pallas_kernels.key_vector import (
     FRACTION_BITS,
@@ -62,6 +63,7 @@ __all__ = [
     "depth_attention_merge_read",
     "depth_attention_partial",
     "depth_attention_partial_backward",
+    "depth_sums",
     "grouped_matmul",
     "logits_with_sums",
     "merged",

@@ -18,40 +18,29 @@ import functools
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.arguments import Norm
 from pallas_kernels.call import LANES, round_up, widen
+from pallas_kernels.depth_attention.mosaic_tpu_tiles import (
+    GROUP,
+    BlockSizes,
+    Tile,
+    TiledCall,
+    clear,
+    copy_rows,
+    each_group,
+    fold_lanes,
+    group_rows,
+)
 from pallas_kernels.products import dot
 
-# Number of tokens per matrix product: the rows of a bfloat16 register tile.
-GROUP = 16
 # Maximum number of sources per matrix product. CHUNK * GROUP = 256 rows fill two matrix units of
 # 128 rows, or one of 256.
 CHUNK = 16
 
 
 @dataclasses.dataclass(frozen=True)
-class BlockSizes:
-    """The block sizes of a depth-attention TPU kernel for residual vectors.
-
-    Attributes:
-      tokens: the number of tokens per tile, a multiple of 16.
-      lanes: the number of entries along D that are processed at a time.
-      unroll: the maximum number of token groups per loop iteration.
-      weight_pieces: for bfloat16 sources, the number of bfloat16 terms whose sum is a softmax
-        weight. With 2, weights keep 16 bits. With 1, they are rounded to bfloat16, as in attention
-        kernels. With many sites, 2 is noticeably slower.
-    """
-
-    tokens: int
-    lanes: int = 512
-    unroll: int = 2
-    weight_pieces: int = 2
-
-
-@dataclasses.dataclass(frozen=True)
-class VectorsCall:
+class VectorsCall(TiledCall):
     """The static parameters of a depth-attention kernel for vectors, constant during tracing.
 
     Attributes:
@@ -77,29 +66,6 @@ class VectorsCall:
     interpret: bool
     norm: Norm = "layernorm"
     norm_epsilon: int | float = 0.0
-
-    @property
-    def tiles(self) -> int:
-        """The number of tiles of tokens; the last tile may be only partly filled."""
-        return -(-self.tokens // self.blocks.tokens)
-
-    @property
-    def cores(self) -> int:
-        """The number of grid slices that cores process in parallel: 2, or 1 if `tiles` is odd.
-
-        Each slice has its own sum of the queries' gradients.
-        """
-        return 2 if self.tiles % 2 == 0 else 1
-
-    @property
-    def tiles_each(self) -> int:
-        """The number of tiles per grid slice; see `cores`."""
-        return self.tiles // self.cores
-
-    @property
-    def groups(self) -> int:
-        """The number of groups of tokens in a tile."""
-        return self.blocks.tokens // GROUP
 
     @property
     def chunks(self) -> list[tuple[int, int]]:
@@ -138,12 +104,6 @@ class VectorsCall:
         weights = self.S * GROUP * self.weight_pieces
         return weights + round_up((3 * self.S + 3) if self.narrow else self.S + 1, GROUP)
 
-    @property
-    def lane_blocks(self) -> list[slice]:
-        """The slices of a source's entries (lanes) that a kernel processes one after another."""
-        step = self.blocks.lanes
-        return [slice(d, min(d + step, self.width)) for d in range(0, self.width, step)]
-
 
 def pieces(x, count: int = 3):
     """Split x into `count` bfloat16 arrays ("pieces") that sum to x.
@@ -168,11 +128,11 @@ def partial(inputs, outputs, scratch, *, call: VectorsCall):
     count = inputs["count"][0]
     tile = Tile(call)
     bank = scratch["sources"]
-    read = functools.partial(_copy_rows, call, inputs["sources"], bank, scratch["read"], count)
+    read = functools.partial(copy_rows, call, inputs["sources"], bank, scratch["read"], count)
 
     @pl.when(tile.first)
     def _():
-        _clear(call, bank, count)
+        clear(call, bank, count)
         read(tile.at(0), 0, "start")
 
     @pl.when(~tile.last)
@@ -328,7 +288,7 @@ def partial_backward(inputs, outputs, scratch, *, call: VectorsCall):
     tile = Tile(call)
     adds = "accumulate" in inputs
     bank, d_bank = scratch["sources"], scratch["d_sources"]
-    copy = functools.partial(_copy_rows, call)
+    copy = functools.partial(copy_rows, call)
     read = functools.partial(copy, inputs["sources"], bank, scratch["read"], count)
     written = count if adds else call.N
     write = functools.partial(
@@ -341,8 +301,8 @@ def partial_backward(inputs, outputs, scratch, *, call: VectorsCall):
 
     @pl.when(tile.first)
     def _():
-        _clear(call, bank, count)
-        _clear(call, d_bank, count)
+        clear(call, bank, count)
+        clear(call, d_bank, count)
         outputs["d_queries"][...] = jnp.zeros_like(outputs["d_queries"])
         read(tile.at(0), 0, "start")
         read_added(tile.at(0), 0, "start")
@@ -476,75 +436,6 @@ def _weigh_backward(call, count, tile, inputs, scratch, group):
 # Functions that several kernels use -----------------------------------------------------------
 
 
-class Tile:
-    """The tile of tokens that a grid step processes.
-
-    Attributes:
-      slot: the index of the buffer that contains the tile: 0 or 1.
-      first, last: whether the tile is the first or the last one that its core processes.
-    """
-
-    def __init__(self, call: VectorsCall):
-        self._start = pl.program_id(0) * call.tiles_each
-        self._step = pl.program_id(1)
-        self.slot = self._step & 1
-        self.first = self._step == 0
-        self.last = self._step == call.tiles_each - 1
-
-    def at(self, steps: int):
-        """Return the index of the tile that this core processes `steps` grid steps later."""
-        return self._start + self._step + steps
-
-
-def _copy_rows(call, array, buffer, semaphores, rows, tile, slot, action, out=False):
-    """Start the DMAs that copy a tile of the first `rows` sources, or wait for them.
-
-    Args:
-      call: the static parameters.
-      array, buffer: the array in HBM and the pair of buffers in VMEM.
-      semaphores: the DMA semaphore of each buffer.
-      rows: the number of sources to copy.
-      tile: the index of the tile.
-      slot: the index of the buffer.
-      action: "start" or "wait".
-      out: whether to copy from VMEM to HBM.
-    """
-    tokens, tail = call.blocks.tokens, call.tokens % call.blocks.tokens
-
-    def copy(tokens_here):
-        def row(i, _):
-            start = pl.multiple_of(tile * tokens, GROUP)
-            outer = array.at[i, pl.ds(start, tokens_here)]
-            inner = buffer.at[slot, i, pl.ds(0, tokens_here)]
-            source, target = (inner, outer) if out else (outer, inner)
-            getattr(pltpu.make_async_copy(source, target, semaphores.at[slot]), action)()
-            return _
-
-        jax.lax.fori_loop(0, rows, row, 0)
-
-    if not tail:
-        copy(tokens)
-        return
-    pl.when(tile == call.tiles - 1)(lambda: copy(tail))
-    pl.when(tile != call.tiles - 1)(lambda: copy(tokens))
-
-
-def _clear(call, buffer, count):
-    """Write zeros to those parts of a pair of buffers that no DMA fills.
-
-    The kernel multiplies these parts by a weight of 0. If the memory contained NaN, the product
-    would be NaN.
-    """
-    first = 0 if call.tokens % call.blocks.tokens else count
-
-    def row(i, _):
-        for slot in range(2):
-            buffer[slot, first + i] = jnp.zeros(buffer.shape[2:], buffer.dtype)
-        return _
-
-    jax.lax.fori_loop(0, call.N - first, row, 0)
-
-
 def _when_any(call, c, count, body):
     """Run `body` if chunk c contains an active source, that is, one with an index below `count`.
 
@@ -554,24 +445,6 @@ def _when_any(call, c, count, body):
         body()
     else:
         pl.when(count > call.chunks[c][0])(body)
-
-
-def each_group(call, body):
-    """Run `body(group)` for each group of tokens in a tile, in a partly unrolled loop.
-
-    The number of unrolled iterations is the largest divisor of the number of groups that is at most
-    the block size `unroll`.
-    """
-    unroll = min(call.blocks.unroll, call.groups)
-    while call.groups % unroll:
-        unroll -= 1
-
-    def step(i, _):
-        for k in range(unroll):
-            body(i * unroll + k)
-        return _
-
-    jax.lax.fori_loop(0, call.groups // unroll, step, 0)
 
 
 def _products(call, bank, first, sources, group, lhs):
@@ -604,11 +477,6 @@ def _values(bank, first, sources, group, lanes):
     """Return the rows (source, token) of a chunk for one group: [sources * GROUP, lanes]."""
     values = bank[first : first + sources, group_rows(group), lanes]
     return values.reshape(sources * GROUP, -1)
-
-
-def group_rows(group):
-    """Return the slice of a tile's rows that contains the tokens of one group."""
-    return pl.ds(pl.multiple_of(group * GROUP, GROUP), GROUP)
 
 
 def _operand_pieces(call, x):
@@ -672,11 +540,6 @@ def centre(call, h):
         for lanes in call.lane_blocks:
             squares = squares + fold_lanes(h[:, lanes] * h[:, lanes])
     return jax.lax.rsqrt(total(squares) / call.size + call.norm_epsilon)
-
-
-def fold_lanes(x):
-    """Sum x [rows, lanes] over groups of 128 lanes, and return [rows, 128]."""
-    return sum(x[:, d : d + LANES] for d in range(0, x.shape[1], LANES))
 
 
 def fold_rows(x):

@@ -98,7 +98,7 @@ _RESIDUALS = {
     "delta": "--set=model.mixer=delta_attention --set=model.mixer.num_blocks=8",
     "scalars": "--set=model.mixer=residual_scalars",
     "wide": "--set=model.mixer=wide_streams",
-    "mudd": "--set=model.mixer=mudd",
+    "mudd": "--set=model.mixer=mudd --set=model.remat=full",
 }
 
 

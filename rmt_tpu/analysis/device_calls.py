@@ -132,6 +132,12 @@ def _depth(call: TracedCall) -> Iterator[DeviceCase]:
     yield make(size, tokens, matrix, str(dtype))
 
 
+def _depth_sums(call: TracedCall) -> Iterator[DeviceCase]:
+    weights, sources = call.args[:2]
+    (S, N, T), D = weights.shape, sources.shape[2]
+    yield depth.sums(Depth(S, N, D), (min(T, _TOKENS),), str(sources.dtype))
+
+
 def _attention(call: TracedCall) -> Iterator[DeviceCase]:
     operands = call.args[0]
     if call.op.startswith("part"):
@@ -231,6 +237,7 @@ _CASES: Mapping[str, Callable[[TracedCall], Iterator[DeviceCase]]] = {
     "depth_attention": _depth,
     "depth_attention_matrices": _depth,
     "merge_read": _depth,
+    "depth_sums": _depth_sums,
     "causal_attention": _attention,
     "delta_attention": _delta,
     "grouped_matmul": _grouped,

@@ -73,6 +73,12 @@ def _depth(scale: Scale) -> Iterator[DeviceCase]:
     yield depth.merge_read(*matrices[1], norm="rmsnorm")
 
 
+def _depth_sums(scale: Scale) -> Iterator[DeviceCase]:
+    small = scale == "small"
+    yield depth.sums(*((Depth(4, 3, 128), (144,)) if small else (Depth(4, 25, 1024), (8192,))))
+    yield depth.sums(*((Depth(1, 2, 256), (1, 128)) if small else (Depth(4, 13, 768), (3, 1360))))
+
+
 def _attention(scale: Scale) -> Iterator[DeviceCase]:
     if scale == "small":
         # The cases include full and partial blocks, a single key head, and a head size that does
@@ -159,6 +165,7 @@ def _logits(scale: Scale) -> Iterator[DeviceCase]:
 OPS: dict[str, Callable[[Scale], Iterator[DeviceCase]]] = {
     "key_vector": _key_vector,
     "depth_attention": _depth,
+    "depth_sums": _depth_sums,
     "attention": _attention,
     "delta_attention": _delta,
     "grouped_matmul": _grouped,

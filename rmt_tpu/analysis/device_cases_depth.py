@@ -1,10 +1,11 @@
-"""Test cases for depth attention.
+"""Test cases for depth attention and for weighted sums over depth.
 
 There are N sources with D numbers per token. Each of S sites, the inputs of sublayers, takes a
 weighted mean of the sources.
 """
 
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +14,7 @@ import pallas_kernels
 from pallas_kernels.arguments import Norm
 from pallas_kernels.depth_attention import reference as depth_reference
 from pallas_kernels.depth_attention.interface import Merge, Partial
+from pallas_kernels.depth_sums import reference as sums_reference
 from pallas_kernels.shapes import Depth
 from rmt_tpu.analysis.device_case import EPSILON, Arrays, DeviceCase, in_words, normal
 
@@ -234,6 +236,37 @@ def merge_at(size: Depth, batch: int, dtype: str = "bfloat16") -> DeviceCase:
     words = _depth_words(size, tokens, None, dtype) + " layernorm"
     flops = 15 * batch * size.D
     return DeviceCase("depth_attention_merge_at", words, function, inputs, flops, gradients=False)
+
+
+def sums(size: Depth, tokens: tuple[int, ...], dtype: str = "bfloat16") -> DeviceCase:
+    """Return a test case for weighted sums over depth, with weights that are given per token.
+
+    There are S sums. The last row of the sources is empty. Its gradient is that of the returned
+    sources, which are used again.
+    """
+    S, N, D = size
+    count = N - 1
+
+    def function(implementation, weights, sources):
+        rows, totals = pallas_kernels.depth_sums(
+            weights, sources, count=count, implementation=implementation
+        )
+        return {"sources": rows, "sums": totals}
+
+    def inputs():
+        return {
+            "weights": normal(23, "float32", S, N, *tokens),
+            "sources": normal(24, dtype, N, *tokens, D),
+        }
+
+    def reference(weights, sources):
+        T = math.prod(tokens)
+        totals = sums_reference.sums(weights.reshape(S, N, T), sources.reshape(N, T, D), count)
+        return {"sources": sources, "sums": totals.reshape(S, *tokens, D)}
+
+    words = in_words(tokens, dtype, S=S, N=N, D=D)
+    flops = 2 * S * count * math.prod(tokens) * D
+    return DeviceCase("depth_sums", words, function, inputs, flops, reference=reference)
 
 
 def _depth_words(size: Depth, tokens: Tokens, matrix: Tokens | None, dtype: str) -> str:

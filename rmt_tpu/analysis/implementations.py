@@ -78,7 +78,7 @@ class ImplementationRow(NamedTuple):
 
 def rows() -> list[ImplementationRow]:
     """Return all rows of the table, in order."""
-    return [*_key_vector(), *_depth(), *_attention(), *_experts()]
+    return [*_key_vector(), *_depth(), *_depth_sums(), *_attention(), *_experts()]
 
 
 @functools.cache
@@ -167,6 +167,20 @@ def _depth() -> Iterator[ImplementationRow]:
         "depth_attention_at",
         (at("", "bfloat16"), at("float16", "float16")),
     )
+
+
+def _depth_sums() -> Iterator[ImplementationRow]:
+    def sums(words: str, dtype: str = "bfloat16", tokens: int = 8192, width: int = 1024):
+        arguments = array("float32", 4, 25, tokens), array(dtype, 25, tokens, width)
+        return OpCall(words, "sums", (*arguments, array("int32")))
+
+    calls = (
+        sums(""),
+        sums("float16", "float16"),
+        sums("fewer than 128 tokens", tokens=112),
+        sums("a width of 1000", width=1000),
+    )
+    yield ImplementationRow(("depth_sums",), "depth_sums", calls)
 
 
 def _partial(dtype: str, tokens: int, size: tuple[int, ...]) -> Partial:

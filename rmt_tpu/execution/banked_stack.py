@@ -437,21 +437,31 @@ class StackRunner:
             gradient, *cotangents = pull_back((d_prior, d_rows, d_current, d_aux))[:4]
             return (*cotangents, stacks.update_at(gradients, gradient, index), summed), None
 
-        count = self.grouping.rows(group.layers * self.period)
-        d_rows = stacks.slice_range(d_bank, group.first_row, count)
+        d_rows, d_bank = self._own_rows(group, d_bank)
         # The only row that a closed group (a single block) writes is the running sum at its end.
         ends = (d_rows, nothing if d_current is None else d_current)
         if self.grouping.closed:
             ends = (None, d_rows[0])
-        over_layers = (self.mixer.empty_cotangent(group.prior), *ends, gradients, summed)
+        d_prior = self.mixer.initial_cotangent(group.prior, d_bank)
+        over_layers = (d_prior, *ends, gradients, summed)
         over_layers = vary_alike((arrays, over_layers))[1]
         offsets = jnp.arange(group.layers)
         over_layers, _ = jax.lax.scan(undo_layer, over_layers, offsets, reverse=True)
         d_prior, d_rows, d_current, gradients, summed = over_layers
-        if count == len(bank):
+        if d_rows is not None and len(d_rows) == len(bank):
             d_bank = d_rows  # All rows of the bank belong to this group.
         d_bank, gradients = self._prior_backward(arrays, group, bank, d_prior, d_bank, gradients)
         return BackwardCarry(d_bank, d_current if self.grouping.open else None, gradients, summed)
+
+    def _own_rows(self, group: Group, d_bank: Bank) -> tuple[Bank, Bank]:
+        """Return the cotangents of the rows that a group writes, and of the whole bank.
+
+        Without the barrier, XLA would read these rows from the bank's cotangent until the end of
+        the group, and would copy the cotangent before the group changes it.
+        """
+        count = self.grouping.rows(group.layers * self.period)
+        d_rows = stacks.slice_range(d_bank, group.first_row, count)
+        return jax.lax.optimization_barrier((d_rows, d_bank))
 
     def _prior_backward(
         self,

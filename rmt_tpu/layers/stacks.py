@@ -129,6 +129,30 @@ slice_once.defvjp(_slice_once_forward, _slice_once_backward)
 
 
 @jax.custom_vjp
+def slice_of_used(stack: Float[Array, "count *shape"], index: Index) -> tuple[Array, Array]:
+    """Return the stack and its slice `index`, with a gradient that needs no stack of zeros.
+
+    After the call, use the returned stack. The backward pass adds the slice's gradient to the
+    gradient of the returned stack in place, so that the slice may also be read from that stack.
+    """
+    return stack, jax.lax.dynamic_index_in_dim(stack, index, keepdims=False)
+
+
+def _slice_of_used_forward(stack, index):
+    return slice_of_used(stack, index), index
+
+
+def _slice_of_used_backward(index, cotangents):
+    d_stack, d_slice = cotangents
+    index = jnp.asarray(index)
+    total = jax.lax.dynamic_index_in_dim(d_stack, index, keepdims=False) + d_slice
+    return jax.lax.dynamic_update_index_in_dim(d_stack, total, index, 0), None
+
+
+slice_of_used.defvjp(_slice_of_used_forward, _slice_of_used_backward)
+
+
+@jax.custom_vjp
 def write_unread(
     stack: Float[Array, "count *shape"],
     x: Float[Array, "*shape"],

@@ -112,7 +112,7 @@ class DeltaAttention(DepthAttention):
         h = bank[self.embedding_row].astype(wide) + count * mixed[-1].astype(wide)
         return DeltaPrior(mixed, log_sums, h.astype(bank.dtype))
 
-    def empty_cotangent(self, prior: DeltaPrior) -> DeltaPrior:
+    def initial_cotangent(self, prior: DeltaPrior, d_bank: Bank) -> DeltaPrior:
         """Return the initial cotangent of phase one's result, with zeros for h.
 
         Every site adds to the cotangent of h. The other arrays are uninitialised, because each site

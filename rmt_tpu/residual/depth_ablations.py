@@ -100,7 +100,7 @@ class DepthAblation(depth_attention.DepthAttention):
         """Return None, because the ablations have no shared pass over earlier rows (phase one)."""
         return None
 
-    def empty_cotangent(self, prior: None) -> None:
+    def initial_cotangent(self, prior: None, d_bank: Bank) -> None:
         """Return None, because there is no phase one that needs a cotangent."""
         return None
 

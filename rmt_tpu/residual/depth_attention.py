@@ -243,7 +243,7 @@ class DepthAttention(nnx.Module):
         """
         return Prior(*self._partial(scores, bank, count))
 
-    def empty_cotangent(self, prior: Prior) -> Prior:
+    def initial_cotangent(self, prior: Prior, d_bank: Bank) -> Prior:
         """Return an uninitialised cotangent of `prior`; each site writes its own slice of it."""
         return stacks.empty_like(prior)
 

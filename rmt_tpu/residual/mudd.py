@@ -32,8 +32,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, DTypeLike, Float
 
+import pallas_kernels
 import sharding
 from rmt_tpu import config as cfg
 from rmt_tpu.config.depth_mixers import MUDD_WAYS as WAYS
@@ -163,9 +164,9 @@ class Mudd(LayerBank):
         """Return the bank, from which the first layer of a group reads all earlier rows."""
         return bank
 
-    def empty_cotangent(self, prior: Bank) -> Bank:
-        """Return zeros as the initial cotangent of the bank, to which every layer adds."""
-        return jnp.zeros_like(prior)
+    def initial_cotangent(self, prior: Bank, d_bank: Bank) -> Bank:
+        """Return the cotangent of the bank, to which every layer adds in place."""
+        return d_bank
 
     def prior_backward(
         self,
@@ -176,8 +177,8 @@ class Mudd(LayerBank):
         d_prior: Bank,
         d_bank: Bank,
     ) -> tuple[Float[Array, "sites size"], Bank]:
-        """Return zeros for `scores`, and the sum of both cotangents of the bank."""
-        return jnp.zeros_like(scores), d_bank + d_prior
+        """Return zeros for `scores`, and the cotangent of the bank, which `d_prior` already is."""
+        return jnp.zeros_like(scores), d_prior
 
     def read(
         self,
@@ -193,27 +194,30 @@ class Mudd(LayerBank):
         if not site.begins_layer:
             return prior, rows, current, store.read(current, site, store.compute_dtype)
         count, own = self.first_row(at.group), (at.sublayer - at.group) // 2
-        newest = stacks.slice_at(prior, count - 1)
-        if len(rows) > 1:
-            in_group = stacks.slice_at(rows, jnp.maximum(own - 1, 0))
+        several = len(rows) > 1
+        prior, newest = stacks.slice_of_used(prior, count - 1)
+        if several:
+            rows, in_group = stacks.slice_of_used(rows, jnp.maximum(own - 1, 0))
             newest = jnp.where(own > 0, in_group, newest)
         weights = _weights(*self._unpacked(score, rows.shape[3:]), newest, self.epsilon)
-        sums = _sums(weights, prior, jnp.arange(self.num_rows) < count)
-        if len(rows) > 1:
+        weights = _padded(weights, (0, len(prior) - weights.shape[1]), (0, 0), (0, 0))
+        dtype = jnp.result_type(rows, jnp.float32) if several else rows.dtype
+        prior, sums = _sums(weights, prior, count, dtype)
+        if several:
             padded = _padded(weights, (0, len(rows)), (0, 0), (0, 0))
             of_rows = jax.lax.dynamic_slice_in_dim(padded, count, len(rows), axis=1)
-            more = _sums(of_rows, rows, jnp.arange(len(rows)) < own)
-            sums = [x + y for x, y in zip(sums, more, strict=True)]
+            rows, more = _sums(of_rows, rows, own, dtype)
+            sums = (sums + more).astype(rows.dtype)
         # The barrier makes XLA compute the weighted sums once. Without the barrier, each pass of
         # the norm would compute them again.
-        *attended, current = jax.lax.optimization_barrier([x.astype(rows.dtype) for x in sums])
+        *attended, current = jax.lax.optimization_barrier(list(sums))
         return prior, rows, current, store.read_groups(attended, site, store.compute_dtype)
 
     def final(self, store: Store, bank: Bank, final_site: nnx.Module) -> Read:
         """Return the input of the unembedding, read from its weighted sum of all rows."""
-        weights = self.connections[-1].weights(bank[self.num_layers])
-        (u,) = _sums(weights, bank, jnp.ones(self.num_rows, bool))
-        return store.read(u.astype(bank.dtype), final_site, store.compute_dtype)
+        bank, newest = stacks.slice_of_used(bank, self.num_layers)
+        _, (u,) = _sums(self.connections[-1].weights(newest), bank, self.num_rows, bank.dtype)
+        return store.read(u, final_site, store.compute_dtype)
 
     # Methods for analysis ------------------------------------------------------------------------
 
@@ -231,7 +235,8 @@ class Mudd(LayerBank):
 
         def sums(weights: Weights) -> list[Row]:
             recorded.extend(weights[..., None])
-            return _sums(weights, jnp.stack(outputs), jnp.ones(len(outputs), bool))
+            shaped = jnp.expand_dims(weights, range(4, 2 + outputs[0].ndim))
+            return list(jnp.sum(shaped * jnp.stack(outputs), axis=1))
 
         for layer in range(self.num_layers):
             first, second = sublayers[2 * layer : 2 * layer + 2]
@@ -288,22 +293,9 @@ def _weights(
 
 
 @jax.named_scope("residual")
-def _sums(
-    weights: Weights,
-    rows: Float[Array, "rows batch seq *shape"],
-    active: Bool[Array, " rows"],
-) -> list[Float[Array, "batch seq *shape"]]:
-    """Return a weighted sum of the active rows for each way, in the dtype of the weights.
-
-    Rows after the last one with a weight are not read.
-    """
-    # Adding terms one by one is faster on a CPU than a sum over a stacked array.
-    sums = [0] * len(weights)
-    for j in range(weights.shape[1]):
-        row = jnp.where(active[j], rows[j], 0).astype(weights.dtype)
-        of_ways = (jnp.expand_dims(weight, range(2, row.ndim)) for weight in weights[:, j])
-        sums = [total + weight * row for total, weight in zip(sums, of_ways, strict=True)]
-    return sums
+def _sums(weights: Weights, rows: Bank, count: Index, dtype: DTypeLike) -> tuple[Bank, Array]:
+    """Return the rows, and a weighted sum of the first `count` rows for each way, in `dtype`."""
+    return pallas_kernels.depth_sums(weights, rows, count=count, dtype=dtype)
 
 
 def _padded(x: nnx.Param | Array, *last: tuple[int, int]) -> Array:

@@ -416,11 +416,13 @@ class BankMixer(Protocol):
         `scores` are the scoring parameters of the group's sites.
         """
 
-    def empty_cotangent(self, prior: Any) -> Any:
+    def initial_cotangent(self, prior: Any, d_bank: Bank) -> Any:
         """Return the initial cotangent of the result of phase one, before any site's backward pass.
 
         Arrays to which every site adds must be zeros. Arrays in which exactly one site writes each
-        slice may be uninitialised.
+        slice may be uninitialised. If phase one returns the bank itself, this is `d_bank`, the
+        cotangent of the bank from the groups after this one; `prior_backward` then returns what the
+        sites have added to it.
         """
 
     def prior_backward(

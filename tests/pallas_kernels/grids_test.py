@@ -41,7 +41,12 @@ from tests.tiers import later
 LONG, B = 1300, 3
 K, V, R, P, S, D = 16, 8, 3, 5, 3, 128
 # Those that have their own number of tokens, which is made this.
-SEQUENCES = {"delta_attention": (8, 200), "logits_with_sums": (9, 3000), "product_at": (3, 5)}
+SEQUENCES = {
+    "delta_attention": (8, 200),
+    "depth_sums": (N, 1304),
+    "logits_with_sums": (9, 3000),
+    "product_at": (3, 5),
+}
 
 
 def f(*shape, dtype="float32"):
@@ -81,6 +86,7 @@ BLOCKS = "attention_blocks_forward attention_blocks_backward"
 QUICK = {
     "depth_attention_merge_at": "depth_attention_merge_decode",
     "depth_attention_merge_read": BOTH("depth_attention_matrices_merge_read"),
+    "depth_sums": BOTH("depth_sums"),
     "logits_with_sums": "logits",
     "norm_retrieve": BOTH("key_vector_read"),
     "store": BOTH("key_vector_store"),

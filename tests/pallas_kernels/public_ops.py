@@ -130,6 +130,12 @@ def _merge_read(implementation, mixed, **given):
     return _turned(mixed), current, z
 
 
+def _depth_sums(implementation, weights, sources):
+    given = jnp.moveaxis(weights, 0, 2), _turned(sources)
+    rows, sums = pallas_kernels.depth_sums(*given, implementation=implementation)
+    return _turned(rows), _turned(sums)
+
+
 QKV = {"qkv": normal(B, N, 3 * H, 16, dtype=jnp.bfloat16)}
 IDS = {"segment_ids": np.tile(np.arange(N, dtype=np.int32) // 50, (B, 1))}
 OUT = {"out": normal(B, N, H, 16), "log_sums": 5 + normal(B, N, H), "d_out": normal(B, N, H, 16)}
@@ -247,6 +253,7 @@ CALLS = {
         gradients=False,
         kernels=1,
     ),
+    "depth_sums": Call(SOURCES | {"weights": normal(B, S, 3, N)}, {}, _depth_sums),
     "grouped_matmul": Call(
         {"rows": normal(B, 9, D)},
         {"matrices": normal(2, D, D), "sizes": np.array([4, 5], np.int32)},

@@ -314,8 +314,9 @@ SOURCES = {
     ),
     ("tpu", "depth_attention"): (
         1,
-        "04d58741e9c1a801",
+        "66902510008af9bf",
         "mosaic_tpu_kernels.py",
+        "mosaic_tpu_tiles.py",
         "mosaic_tpu_merge_kernels.py",
         "../products.py",
     ),
