@@ -475,8 +475,3 @@ class ModelConfig(Checked):
     def width_ratio(self) -> float:
         """Width divided by the width of the base model; 1 in the standard parametrisation."""
         return self.width / self.base_model.width
-
-    def base_core(self, core: Core) -> Core:
-        """Return the core of muP's base model that corresponds to `core` in this model."""
-        all_cores = lambda model: [core for stack in model.stacks for core in stack.cores]
-        return all_cores(self.base_model)[all_cores(self).index(core)]

@@ -14,6 +14,7 @@ from rmt_tpu.cores.core import (
     cached,
     causal,
     flatten_rows,
+    logit_scale,
     unflatten_rows,
 )
 from rmt_tpu.cores.experts import Experts
@@ -35,21 +36,28 @@ __all__ = [
 ]
 
 
-def make_core(config: cfg.ModelConfig, core: cfg.Core, seed: Seed, within: int) -> Core:
+def make_core(
+    config: cfg.ModelConfig, core: cfg.Core, base_core: cfg.Core, seed: Seed, within: int
+) -> Core:
     """Return the core (the function of a sublayer) that a config describes.
 
     Args:
       config: the config of the model.
       core: the config of the core.
+      base_core: the config of the core at the same place in muP's base model.
       seed: the seed of the core's weights.
       within: 0 if the sublayer is the first of the two in its layer, and 1 if it is the second.
     """
     match core:
         case cfg.Attention():
-            scale = residual.output_scale(config)
-            return Attention(config, core, residual.heads_layout(config), seed, output_scale=scale)
+            scales = {
+                "scale": logit_scale(config, core, base_core),
+                "output_scale": residual.output_scale(config),
+            }
+            return Attention(config, core, residual.heads_layout(config), seed, **scales)
         case cfg.Mla():
-            return Mla(config, core, seed, residual.heads_layout(config))
+            scale = logit_scale(config, core, base_core)
+            return Mla(config, core, seed, residual.heads_layout(config), scale=scale)
         case cfg.Kda():
             return Kda(config, core, seed, residual.heads_layout(config))
     widths = config.mixer.second_input if within else 1

@@ -23,7 +23,6 @@ from rmt_tpu.cores.core import (
     all_tokens,
     flatten_rows,
     gated,
-    logit_scale,
     own_tokens,
     put_tokens,
     ring_axis,
@@ -57,11 +56,12 @@ class Attention(Core):
     over the mesh axis `sequence`, and keys and values are passed around a ring of devices.
 
     Args:
-      config: the model's config, for the scale's parametrisation and the norm's epsilon.
+      config: the model's config, for the sizes and the norms.
       core: the config of this core, with its heads and position encoding.
       layout: how heads are sharded over devices where they are read from the residual and written
         to it.
       seed: the seed of the weights.
+      scale: the factor by which products of queries and keys are multiplied.
       output_scale: the factor that multiplies the initial standard deviation of W_O.
 
     Attributes:
@@ -84,10 +84,11 @@ class Attention(Core):
         layout: HeadsLayout,
         seed: Seed,
         *,
+        scale: float,
         output_scale: float,
     ):
         self.core, self.layout = core, layout
-        self.scale, self.epsilon = logit_scale(config, core), config.norm_epsilon
+        self.scale, self.epsilon = scale, config.norm_epsilon
         normed, over_heads = core.query_key_norm, core.query_key_norm_over == "heads"
         axes = ("head", "head_dim") if over_heads else ("head_dim",)
         sizes = [(count, core.head_dim)[-len(axes) :] for count in (core.num_heads, core.kv_heads)]

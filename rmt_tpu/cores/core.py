@@ -148,19 +148,26 @@ def within_window(
     return mask & (queries[:, None] - keys < window)
 
 
-def logit_scale(config: cfg.ModelConfig, core: cfg.Attention | cfg.Mla) -> float:
+def logit_scale(
+    config: cfg.ModelConfig, core: cfg.Attention | cfg.Mla, base_core: cfg.Attention | cfg.Mla
+) -> float:
     """Return the factor by which attention multiplies the products of queries and keys.
 
     In the standard parametrisation the factor is `1 / sqrt(size)`, where `size` is the size of a
     query. In muP the factor is `attention_multiplier * sqrt(base size) / size`. If the
     core's config sets a factor, this factor is used instead.
+
+    Args:
+      config: the model's config.
+      core: the config of the core.
+      base_core: the config of the core at the same place in muP's base model.
     """
     if (own := getattr(core, "scale", None)) is not None:
         return own
     size = core.query_dim
     match config.parametrization:
         case cfg.MuP(attention_multiplier=multiplier):
-            return multiplier * config.base_core(core).query_dim ** 0.5 / size
+            return multiplier * base_core.query_dim**0.5 / size
         case cfg.Standard():
             return size**-0.5
 

@@ -40,7 +40,6 @@ from rmt_tpu.cores.core import (
     all_tokens,
     flatten_rows,
     gated,
-    logit_scale,
     other_axes,
     own_tokens,
     put_tokens,
@@ -75,11 +74,19 @@ class Mla(Core):
 
     name: ClassVar[str] = "mla"
 
-    def __init__(self, config: cfg.ModelConfig, core: cfg.Mla, seed: Seed, layout: HeadsLayout):
+    def __init__(
+        self,
+        config: cfg.ModelConfig,
+        core: cfg.Mla,
+        seed: Seed,
+        layout: HeadsLayout,
+        *,
+        scale: float,
+    ):
         self.core, self.layout = core, layout
         own = core.latent_epsilon
         self.epsilon = config.norm_epsilon if own is None else own
-        self.scale = logit_scale(config, core)
+        self.scale = scale
         width, heads = config.width, core.num_heads
 
         def weights(name: str, *shape: int, axes: tuple) -> nnx.Param:

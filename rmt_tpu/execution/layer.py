@@ -64,18 +64,18 @@ def make_stacks(config: cfg.ModelConfig, seed: Seed) -> nnx.List:
         for k, (core, base_core) in enumerate(zip(stack_config.cores, base.cores, strict=True)):
             of_base = {"base_writes": base_writes, "base_reads": base_core.reads}
             place = residual.Place(first + k, (first + k) % 2, writes, core.reads, **of_base)
-            places.append((place, core))
+            places.append((place, core, base_core))
             writes, base_writes = core.writes, base_core.writes
 
         def period(
             seed: Seed, repeat: jax.Array, first: int = first, places: list = places
         ) -> nnx.List:
             sublayers = []
-            for k, (place, core) in enumerate(places):
+            for k, (place, core, base_core) in enumerate(places):
                 index = first + repeat * len(places) + k
                 own = seed.numbered(index)
                 site = residual.make_site(config, own / "site", place._replace(index=index))
-                made = make_core(config, core, own / "core", place.within)
+                made = make_core(config, core, base_core, own / "core", place.within)
                 sublayers.append(Sublayer(site, made))
             return nnx.List(sublayers)
 

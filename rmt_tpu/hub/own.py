@@ -116,10 +116,13 @@ def _for_code(model: cfg.ModelConfig) -> dict[str, Any]:
     """Return the fields of config.json that the PyTorch code reads to build the model."""
     from rmt_tpu.cores.core import logit_scale
 
+    cores: list[tuple[cfg.Core, cfg.Core]] = []  # each sublayer's, and the base model's there
+    for stack, base in zip(model.stacks, model.base_model.stacks, strict=True):
+        cores += stack.repeat * [*zip(stack.cores, base.cores, strict=True)]
     scales: list[float | None] = []
-    for index, core in enumerate(model.sublayers):
+    for index, (core, base_core) in enumerate(cores):
         by_layer = index // 2 + 1 if getattr(core, "inverse_layer_scaling", False) else 1
-        scales.append(logit_scale(model, core) / by_layer if core.softmax else None)
+        scales.append(logit_scale(model, core, base_core) / by_layer if core.softmax else None)
     of_mup = lambda name: getattr(model.parametrization, name, 1.0)
     factors = {
         "tokens": of_mup("input_multiplier") * model.embedding_scale,

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Int, Key
 
-from rmt_tpu.config import Role
+from rmt_tpu import config as cfg
 
 Module = TypeVar("Module", bound=nnx.Module)
 
@@ -55,7 +55,7 @@ def parameter(
     shape: tuple[int, ...],
     *,
     std: float | jax.Array,
-    role: Role,
+    role: cfg.Role,
     axes: tuple,
     fan_in: int | None = None,
     exact: bool = False,
@@ -102,6 +102,31 @@ def gain(shape: tuple[int, ...], axes: tuple) -> nnx.Param:
 def bias(shape: tuple[int, ...], axes: tuple) -> nnx.Param:
     """Return a bias: a parameter that is initialised to zeros."""
     return nnx.Param(jnp.zeros(shape, jnp.float32), role="gain", axes=axes)
+
+
+def key_init_scale(config: cfg.ModelConfig, count: int, base_count: int, *, writes: bool) -> float:
+    """Return muP's factor for the initial standard deviation of keys; 1 without muP.
+
+    The factor is relative to the base model. The largest singular value of a random matrix [m, n]
+    whose entries have standard deviation s is `s (sqrt(m) + sqrt(n))`. The layers before a matrix
+    learn along its largest singular vectors. For the output to change as much as the input does,
+    the largest singular value must be `sqrt(out / in)` (Yang, Simon and Bernstein 2023). Therefore
+    s must be `1 / sqrt(in) / (1 + sqrt(in / out))`. The factor `1 / (1 + sqrt(in / out))`, which
+    this function returns relative to the base model, stays constant if all sizes grow together. If
+    only R or only D_k grows, the keys behave increasingly like an unembedding.
+
+    Args:
+      config: the model's config.
+      count: the number of keys.
+      base_count: the number of the same keys in muP's base model.
+      writes: whether the keys write to the residual, or read from it.
+    """
+
+    def narrow(model: cfg.ModelConfig, count: int) -> float:
+        ratio = count / model.store.key_dim
+        return 1 / (1 + (ratio if writes else 1 / ratio) ** 0.5)
+
+    return narrow(config, count) / narrow(config.base_model, base_count)
 
 
 def read_keys(seed: Seed, count: int, key_dim: int, *, scale: float | jax.Array = 1.0) -> nnx.Param:

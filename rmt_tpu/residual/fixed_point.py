@@ -12,6 +12,8 @@ square over the residual's entries. It follows from the initial parameters (`lay
 - At the last read, it also contains the outputs of 2L sublayers, each scaled by 1/sqrt(2L).
   Attention outputs have at most the size of the values, about 1. Feed-forward outputs have the size
   of `W_2 gelu(W_1 z)` for a z of size 1.
+- With muP, all keys that write have a further factor if R or D_k grows alone: see
+  `layers.parameters.key_init_scale`.
 
 The residual grows during training, and for some tokens it grows far more than for others. With the
 preset rmt-tiny, the largest entry after 400 steps is 51 times the expected size in a new model.
@@ -23,6 +25,7 @@ from dataclasses import replace
 from rmt_tpu import config as cfg
 from rmt_tpu.config.checks import ranges
 from rmt_tpu.layers.embedding import token_std
+from rmt_tpu.layers.parameters import key_init_scale
 
 _MAX_INT16 = 2**15 - 1
 # The minimum ratio of the largest number to the residual's expected size at the last read. The
@@ -59,11 +62,13 @@ def expected_sizes(config: cfg.ModelConfig) -> tuple[float, float]:
     multiplier = getattr(config.parametrization, "input_multiplier", 1.0)
     tokens = multiplier * config.embedding_scale * token_std(config)
     positions = 0.0 if config.learned_positions is None else multiplier * config.init_std
-    first = math.hypot(tokens, positions)
+    rank, base_rank = config.data_shape[0], config.base_model.data_shape[0]
+    scale = key_init_scale(config, rank, base_rank, writes=True)
+    first = scale * math.hypot(tokens, positions)
     # Approximates E[gelu(x)^2], which is x^2/4 for small x and x^2/2 for large x.
     hidden = config.init_std
     feed_forward = config.init_std * hidden * math.sqrt(0.25 + 0.25 * hidden / (hidden + 1))
-    return first, math.sqrt(first**2 + 0.5 * (1 + feed_forward**2))
+    return first, math.sqrt(first**2 + scale**2 * 0.5 * (1 + feed_forward**2))
 
 
 def fraction_bits(config: cfg.ModelConfig) -> int:

@@ -23,7 +23,14 @@ from pallas_kernels import StackSlice
 from rmt_tpu import config as cfg
 from rmt_tpu.layers.choices import few_tokens
 from rmt_tpu.layers.data_vectors import HeadsLayout, Read
-from rmt_tpu.layers.parameters import Seed, gain, read_keys, storage_scale, store_keys
+from rmt_tpu.layers.parameters import (
+    Seed,
+    gain,
+    key_init_scale,
+    read_keys,
+    storage_scale,
+    store_keys,
+)
 from rmt_tpu.layers.stacks import Index
 from rmt_tpu.residual import fixed_point
 from rmt_tpu.residual.place import Place
@@ -79,31 +86,6 @@ class Site(nnx.Module):
     def join(self, read: Read) -> Float[Array, "batch seq reads D_v"]:
         """Join the parts of a core's input into one array of vectors; the inverse of `split`."""
         return jnp.concatenate([part for part in read if part is not None], axis=2)
-
-
-def key_init_scale(config: cfg.ModelConfig, count: int, base_count: int, *, writes: bool) -> float:
-    """Return muP's factor for the initial standard deviation of keys; 1 without muP.
-
-    The factor is relative to the base model. The largest singular value of a random matrix [m, n]
-    whose entries have standard deviation s is `s (sqrt(m) + sqrt(n))`. The layers before a matrix
-    learn along its largest singular vectors. For the output to change as much as the input does,
-    the largest singular value must be `sqrt(out / in)` (Yang, Simon and Bernstein 2023). Therefore
-    s must be `1 / sqrt(in) / (1 + sqrt(in / out))`. The factor `1 / (1 + sqrt(in / out))`, which
-    this function returns relative to the base model, stays constant if all sizes grow together. If
-    only R or only D_k grows, the keys behave increasingly like an unembedding.
-
-    Args:
-      config: the model's config.
-      count: the number of keys.
-      base_count: the number of the same keys in muP's base model.
-      writes: whether the keys write to the residual, or read from it.
-    """
-
-    def narrow(model: cfg.ModelConfig, count: int) -> float:
-        ratio = count / model.store.key_dim
-        return 1 / (1 + (ratio if writes else 1 / ratio) ** 0.5)
-
-    return narrow(config, count) / narrow(config.base_model, base_count)
 
 
 # Key vectors are not sharded by heads, so each device reads and writes all heads of its own tokens.

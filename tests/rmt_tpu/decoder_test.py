@@ -371,8 +371,9 @@ def test_mup_multipliers_act_where_they_should():
     # width 18 over base width 8
     np.testing.assert_allclose(scaled_logits, 5 * 8 / 18 * logits, rtol=1e-6)
     scaled = dataclasses.replace(base, parametrization=mup)
-    assert logit_scale(scaled, scaled.attention) == pytest.approx(0.25 * 2 / 6)
-    assert logit_scale(base, base.attention) == pytest.approx(6**-0.5)
+    of_base = scaled.base_model.attention
+    assert logit_scale(scaled, scaled.attention, of_base) == pytest.approx(0.25 * 2 / 6)
+    assert logit_scale(base, base.attention, base.attention) == pytest.approx(6**-0.5)
 
 
 def test_dtypes():

@@ -71,7 +71,7 @@ def drawn() -> dict[str, dict[str, np.ndarray]]:
         config = cfg.ModelConfig(
             (cfg.Stack((core, cfg.FeedForward(1)), 2),), cfg.VectorStore(WIDTH), init_std=INIT_STD
         )
-        made = make_core(config, core, Seed(jax.random.key(0)), 0)
+        made = make_core(config, core, core, Seed(jax.random.key(0)), 0)
         return nnx.to_pure_dict(nnx.state(made, nnx.Param))
 
     with pytest.MonkeyPatch.context() as patch:

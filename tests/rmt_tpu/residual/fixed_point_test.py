@@ -47,9 +47,24 @@ def test_tied_and_scaled_embeddings_have_their_own_size():
     assert fixed_point.fits_int16(tied.replace(embedding_scale=tied.width**0.5))
 
 
+def test_keys_that_mup_starts_smaller_or_larger_make_a_smaller_or_larger_residual():
+    """R is 3, and D_k is 5; the factor of keys that write is `1 / (1 + sqrt(R / D_k))`."""
+    plain = fixed_point.expected_sizes(reversible())
+    for base, ratio, bits in (("store.key_dim=1", 3 / 1, 6), ("store.key_dim=80", 3 / 80, 8)):
+        config = reversible(parametrization=cfg.MuP((base,)))
+        factor = (1 + ratio**0.5) / (1 + (3 / 5) ** 0.5)
+        expected = tuple(factor * size for size in plain)
+        assert fixed_point.expected_sizes(config) == pytest.approx(expected)
+        assert fixed_point.fraction_bits(config) == bits
+    grown = cfg.MuP(("store.key_dim=10", "attention.num_heads=6"))
+    assert fixed_point.expected_sizes(reversible(parametrization=grown)) == plain
+
+
 @pytest.mark.slow
-def test_expected_sizes_are_those_of_a_new_model():
-    config = reversible(0.5).replace(remat="full", compute_dtype="float32", num_layers=3)
+@pytest.mark.parametrize("parametrization", [cfg.Standard(), cfg.MuP(("store.key_dim=1",))])
+def test_expected_sizes_are_those_of_a_new_model(parametrization):
+    config = reversible(0.5, parametrization=parametrization)
+    config = config.replace(remat="full", compute_dtype="float32", num_layers=3)
     first, last = fixed_point.expected_sizes(config)
     decoder = models.decoder(config)
     tokens, positions = decoder.embedding(models.tokens(8), jnp.arange(11)[None], jnp.float32)

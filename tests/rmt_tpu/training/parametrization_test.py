@@ -6,7 +6,8 @@ import pytest
 
 from rmt_tpu import config as cfg
 from rmt_tpu.errors import UsageError
-from rmt_tpu.residual.matrix import key_init_scale
+from rmt_tpu.hub import own
+from rmt_tpu.layers.parameters import key_init_scale
 from rmt_tpu.training import run
 from tests import models
 
@@ -70,6 +71,19 @@ def test_keys_start_smaller_where_one_size_grows_alone():
     base = cfg.MuP(("store.key_dim=5", "attention.num_heads=1"))
     scaled = replace(both, parametrization=base)
     assert key_init_scale(scaled, 3, 1, writes=False) == pytest.approx(1.0)
+
+
+def test_logits_are_scaled_by_the_core_at_the_same_place_in_the_base():
+    """Of two equal cores, whose cores in the base differ; also in an exported model's config."""
+    layer = (cfg.Attention(2, 16, cfg.Rope(), False), cfg.FeedForward(8))
+    parametrization = cfg.MuP(("stacks.0.cores.2.head_dim=4", "stacks.0.repeat=1"))
+    stacks = (cfg.Stack((*layer, *layer), 2),)
+    config = models.model("vector", stacks=stacks, parametrization=parametrization)
+    (period,) = models.abstract(config).stacks
+    expected = [16**0.5 / 16, 4**0.5 / 16]
+    assert [sublayer.core.scale for sublayer in period[::2]] == expected
+    exported = own.config_values(config, 8)["factors"]["attention"]
+    assert exported == 2 * [expected[0], None, expected[1], None]
 
 
 def first_deviations(**changes):
