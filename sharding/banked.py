@@ -22,7 +22,7 @@ from sharding.pipeline import (
     slice_at,
     update_at,
 )
-from sharding.schedule import Caching, Schedule, StageWork
+from sharding.schedule import Schedule, StageWork
 
 Shape = jax.ShapeDtypeStruct
 Bank = Float[Array, "rows *shape"]
@@ -56,12 +56,9 @@ class BankPipeline(Pipeline):
       chunk_backward: a function
         `chunk_backward(params, shared, index, bank, context, d_bank, d_terms)` that returns the
         gradients of `params` and `shared`, and `d_bank` with the gradients of the rows before the
-        chunk added to it. `bank` and `d_bank` include the chunk's own rows. If None, JAX
-        differentiates `chunk`.
+        chunk added to it. `bank` and `d_bank` include the chunk's own rows.
       sums: a tree with the shapes and dtypes of the chunks' terms.
       axis: the mesh axis of the stages.
-      caching: the rows that stages keep; see `Schedule.spans`. The choice affects communication,
-        but not results.
     """
 
     def __init__(
@@ -73,12 +70,11 @@ class BankPipeline(Pipeline):
         *,
         chunk_rows: int,
         first_chunk_row: int = 1,
-        chunk_backward: ChunkBackward | None = None,
+        chunk_backward: ChunkBackward,
         sums: Any = (),
         axis: str = "stage",
-        caching: Caching = "all",
     ):
-        super().__init__(first, chunk, last, schedule, sums, axis, schedule.spans(caching))
+        super().__init__(first, chunk, last, schedule, sums, axis, schedule.spans)
         self.chunk_rows, self.chunk_backward = chunk_rows, chunk_backward
         self.first_chunk_row = first_chunk_row
         self.start_row = 0 if first_chunk_row else schedule.chunks * chunk_rows
@@ -156,8 +152,8 @@ class BankPipeline(Pipeline):
 
         def run():
             bank = banks[here.microbatch % len(banks)]
-            d_chunk, d_shared, d_earlier = self._pull_back(
-                chunk_params, parameters.shared, here, bank, microbatch, d_bank, d_sums
+            d_chunk, d_shared, d_earlier = self.chunk_backward(
+                chunk_params, parameters.shared, here.chunk, bank, microbatch, d_bank, d_sums
             )
             d_start = d_earlier[self.start_row]
             d_first = self._add_first(
@@ -169,33 +165,6 @@ class BankPipeline(Pipeline):
         d_bank, d_first, d_chunk, d_shared = jax.lax.cond(here.active, run, skip)
         d_chunks = update_at(gradients.chunks, d_chunk, here.virtual)
         return (d_banks, d_bank), Parameters(d_first, d_chunks, d_shared, gradients.last)
-
-    def _pull_back(
-        self,
-        chunk_params: Any,
-        shared: Any,
-        here: StageWork,
-        bank: Bank,
-        microbatch: Any,
-        d_bank: Bank,
-        d_sums: Any,
-    ) -> tuple[Any, Any, Bank]:
-        """Return the gradients of a chunk's parameters, of shared parameters, and of the bank.
-
-        They are the result of `chunk_backward` or, without it, of JAX's derivative of `chunk`.
-        """
-        if self.chunk_backward is not None:
-            return self.chunk_backward(
-                chunk_params, shared, here.chunk, bank, microbatch, d_bank, d_sums
-            )
-
-        def forward(chunk_params, shared, bank):
-            return self.chunk(chunk_params, shared, here.chunk, bank, microbatch)
-
-        pullback = jax.vjp(forward, chunk_params, shared, bank)[1]
-        d_rows = self._rows(d_bank[None], here)
-        d_chunk, d_shared, d_earlier = pullback((d_rows, d_sums))
-        return d_chunk, d_shared, d_bank + d_earlier
 
     def _send_forward(self, banks: Banks, tick: Tick) -> Banks:
         """Send the next stage in the ring the rows that it lacks, after a tick's computations."""

@@ -21,13 +21,11 @@ large M is.
 """
 
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from sharding.errors import MeshError, nearest_multiples
-
-Caching = Literal["none", "received", "all"]
 
 
 class StageWork(NamedTuple):
@@ -152,22 +150,16 @@ class Schedule:
         rounds, ticks = divmod(ticks, self.chunks)
         return min(rounds * self.stages + min(ticks, self.stages), self.microbatches)
 
-    def spans(self, caching: Caching) -> np.ndarray:
-        """Return, for each chunk, the number of newest chunks whose rows are sent after the chunk.
+    @property
+    def spans(self) -> np.ndarray:
+        """For each chunk, the number of newest chunks whose rows are sent after it: an array [C].
 
-        Args:
-          caching: which rows stages keep. With "none", they keep no rows, and all rows are sent
-            after each chunk. With "received", they keep the rows received from other stages. With
-            "all", they also keep the rows that they computed themselves.
-
-        Returns:
-          An array [C] of numbers of chunks. Their sum is C (C - 1) / 2 for "none", P (P - 1) / 2 +
-          (V - 1) P^2 for "received" (Kimi Team 2026, section 4.1), and (V - 1) P less than that for
-          "all".
+        Stages keep the rows that they receive and the rows that they compute. They therefore lack
+        only the rows of the chunks that other stages have run since their own last chunk. The sum
+        is P (P - 1) / 2 + (V - 1) P (P - 1). If stages kept only the rows that they receive, it
+        would be larger by (V - 1) P (Kimi Team 2026, section 4.1).
         """
-        so_far = np.arange(1, self.chunks + 1)
-        lacked = {"none": self.chunks, "received": self.stages, "all": self.stages - 1}[caching]
-        spans = np.minimum(so_far, lacked)
+        spans = np.minimum(np.arange(1, self.chunks + 1), self.stages - 1)
         spans[-1] = 0
         return spans
 
