@@ -39,6 +39,8 @@ def visible(
     distance = queries[:, None] - jnp.arange(length)[None, :]
     mask = _within(window, distance, distance >= 0)[None]
     if segment_ids is not None:
+        # A NumPy array could not be indexed by traced numbers, the positions of a block of queries.
+        segment_ids = jnp.asarray(segment_ids)
         mask = mask & (segment_ids[:, queries, None] == segment_ids[:, None, :])
     return mask
 
@@ -202,7 +204,7 @@ def of_part(length: int, segments: Segments | None, window: Window | None = None
         inside = _within(window, queries[:, None] - jnp.arange(length), inside)[None]
         if segments is None:
             return inside
-        of_queries, of_keys = segments
+        of_queries, of_keys = map(jnp.asarray, segments)
         return inside & (of_queries[:, queries, None] == of_keys[:, None, :])
 
     return mask

@@ -121,10 +121,11 @@ class _DepthAttention(BankedSystem):
         size, scored = model.residual_size, self.query not in ("scalars", "none")
         sources, rows = self._attended(model.num_sublayers), self.sources(model.num_sublayers)[-1]
         projection = len(sources) * 2 * size**2 if self.query == "input" else 0
+        attended = sum(sources) + self._repeated(model.num_sublayers)
         adds = size * sum(sources) if self.cumulative else 0
         if self.output_site == "sum" or (self.output_site == "newest" and self.cumulative):
             adds += size * rows
-        return sum(sources) * 2 * size * (1 + scored) + projection + adds
+        return attended * 2 * size * (1 + scored) + projection + adds
 
     def logit_terms(self, model: Sizes) -> dict[str, int]:
         """Return a dict from parameter name to the number of terms of order 1 in a logit.
@@ -158,6 +159,17 @@ class _DepthAttention(BankedSystem):
         """Return the number of sources at each site that attends to them."""
         sources = self.sources(num_sublayers)
         return sources if self.output_site == "attention" else sources[:-1]
+
+    def _repeated(self, num_sublayers: int) -> int:
+        """Return the number of attending sites that attend to their newest source twice.
+
+        With cumulative sources, the sum of all outputs so far is a source at every site. Before the
+        first sublayer and right after a block, it equals the newest of the other sources.
+        """
+        if not self.cumulative:
+            return 0
+        block, sites = self.sublayers_a_block(num_sublayers), len(self._attended(num_sublayers))
+        return sum(site % block == 0 or site == num_sublayers for site in range(sites))
 
     @property
     def fused(self) -> bool:
@@ -217,9 +229,10 @@ class FullAttention(_DepthAttention):
                 f"of num_layers={num_layers}; legal: 1 to {num_sublayers}, or null for all"
             )
         if self.phase_layers is not None and self.phase_layers > num_layers:
+            fits = f"1 to {num_layers}, or " if num_layers else ""
             raise UsageError(
                 f"FullAttention.phase_layers={self.phase_layers} is more than num_layers="
-                f"{num_layers}; legal: 1 to {num_layers}, or null for an automatic choice"
+                f"{num_layers}; legal: {fits}null for an automatic choice"
             )
         return 1
 
@@ -267,9 +280,10 @@ class _Blocks(BankedSystem):
             if size is not None:
                 if size > sublayers:
                     limit = sublayers if name == "sublayers_per_block" else num_layers
+                    legal = f"1 to {limit}" if limit else "null, or sublayers_per_block=1"
                     raise UsageError(
                         f"{type(self).__name__}.{name}={getattr(self, name)} is more than the "
-                        f"model's {limit} {name.split('_')[0]}; legal: 1 to {limit}"
+                        f"model's {limit} {name.split('_')[0]}; legal: {legal}"
                     )
                 return size
         blocks = min(8, sublayers) if self.num_blocks is None else self.num_blocks

@@ -197,9 +197,8 @@ class ModelConfig(Checked):
                 stack.cores[-1].writes
             ):
                 raise UsageError(
-                    f"ModelConfig.stacks.{index} cannot repeat: its last core has different write "
-                    "keys from the core before the stack; legal: a separate stack for its first "
-                    "period"
+                    f"ModelConfig.stacks.{index} cannot repeat: its last core writes other vectors "
+                    "than the core before the stack; legal: a separate stack for its first period"
                 )
             for core in stack.cores:
                 for port in (core.reads, core.writes):
@@ -238,15 +237,18 @@ class ModelConfig(Checked):
         return port
 
     def _check_sizes(self):
-        by_heads = isinstance(self.store, MatrixStore) and self.store.vectors is None
-        width = "attention.num_heads * attention.head_dim" if by_heads else "store's width"
-        for name, size in {
-            width: self.width,
-            "store.key_dim * attention.head_dim": self.residual_size,
-        }.items():
-            if size > LARGEST_SIZE:
+        """Raise UsageError if a token has too many numbers in a matrix store."""
+        if not isinstance(self.store, MatrixStore):
+            return
+        core = next((core for core in self.cores if core.reads.heads or core.writes.heads), None)
+        heads = "num_key_heads" if getattr(core, "num_key_heads", None) else "num_heads"
+        count = f"{core.kind}.{heads}" if self.store.vectors is None else "store.vectors"
+        size = f"{core.kind}.head_dim" if self.store.vector_dim is None else "store.vector_dim"
+        products = {f"{count} * {size}": self.width, f"store.key_dim * {size}": self.residual_size}
+        for name, product in products.items():
+            if product > LARGEST_SIZE:
                 raise UsageError(
-                    f"ModelConfig.{name} = {shown(size)} must be at most {LARGEST_SIZE}"
+                    f"ModelConfig.{name} = {shown(product)} must be at most {LARGEST_SIZE}"
                 )
 
     def _check_mixer(self):
@@ -256,12 +258,13 @@ class ModelConfig(Checked):
                 f"ModelConfig.mixer={kind} needs layers of two sublayers; legal: stacks whose "
                 "periods have an even number of cores"
             )
-        if mixer.second_input > 1 and any(getattr(c, "gated", False) for c in self.cores):
+        mixer.check(self)
+        second = (core for stack in self.stacks for core in stack.cores[1::2])
+        if mixer.second_input > 1 and any(getattr(core, "gated", False) for core in second):
             raise UsageError(
                 f"ModelConfig.mixer={kind} needs a feed-forward layer without a gate; legal for "
                 "feed_forward.activation: gelu_tanh, gelu_exact, relu2"
             )
-        mixer.check(self)
         if isinstance(self.store, MatrixStore) and not mixer.on_matrix:
             raise UsageError(
                 f"ModelConfig.mixer={kind} is defined for a vector store only; legal for a matrix "

@@ -62,15 +62,18 @@ def check(config: cfg.ModelConfig, schedule: sharding.Schedule, sequences: int) 
         )
     layers, chunks = config.stacks[0].repeat, schedule.chunks
     if layers % chunks:
+        name = "num_layers" if "num_layers" in config.short_form() else "stacks.0.repeat"
         raise sharding.MeshError(
-            f"model.num_layers={layers} is not divisible by stage={schedule.stages} x "
+            f"model.{name}={layers} is not divisible by stage={schedule.stages} x "
             f"train.virtual_stages={schedule.virtual}; nearest legal: "
             f"{sharding.nearest_multiples(layers, chunks)}"
         )
     if sequences % schedule.microbatches:
+        automatic = schedule.microbatches == schedule.stages
+        meaning = f" (0 means stage={schedule.stages})" if automatic else ""
         raise sharding.MeshError(
-            f"train.microbatches={schedule.microbatches} does not divide the {sequences} sequences "
-            f"per device; nearest legal: "
+            f"train.microbatches={schedule.microbatches}{meaning} does not divide the {sequences} "
+            f"sequences per device; nearest legal: "
             f"{sharding.nearest_multiples(sequences, schedule.microbatches)} sequences"
         )
     if config.rebuilds_residual:
@@ -82,13 +85,13 @@ def check(config: cfg.ModelConfig, schedule: sharding.Schedule, sequences: int) 
     legal = config.mixer.chunk_multiple(config.num_sublayers)
     if layers * period // chunks % legal:
         fit = [
-            n for n in range(1, layers + 1) if layers % n == 0 and layers * period // n % legal == 0
+            n for n in range(2, layers + 1) if layers % n == 0 and layers * period // n % legal == 0
         ]
+        fits = f"legal numbers of chunks: {', '.join(map(str, fit))}, or stage=1"
         raise sharding.MeshError(
             f"--mesh: with stage={schedule.stages} x train.virtual_stages={schedule.virtual}, each "
             f"chunk of layers has {layers * period // chunks} sublayers, which is not a multiple "
-            f"of the {legal} sublayers of a block; legal numbers of chunks: "
-            f"{', '.join(map(str, fit)) or 'none'}"
+            f"of the {legal} sublayers of a block; {fits if fit else 'legal: stage=1'}"
         )
 
 

@@ -227,6 +227,14 @@ def test_documents_in_a_numpy_array(unannotated):
         assert isinstance(context.query_positions, jax.Array)
 
 
+def test_a_jitted_gradient_may_close_over_documents_in_a_numpy_array(unannotated):
+    """They are an array again in a backward pass of several programs."""
+    config = models.model("vector", mixer=models.MIXERS["full"], remat="blocks", num_layers=1)
+    graphdef, ids = models.graph(config), np.ones((2, 11), np.int32)
+    loss = lambda p: nnx.merge(graphdef, p)(models.tokens(), segment_ids=ids).sum()
+    jax.eval_shape(jax.grad(loss), narrow(config))
+
+
 # Who sees whom ---------------------------------------------------------------------------------
 
 

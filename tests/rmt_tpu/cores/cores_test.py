@@ -486,7 +486,7 @@ def test_a_list_of_layers_becomes_stacks():
         ),
         (
             lambda: cfg.ModelConfig((cfg.Stack((GROUPED,), 2),), STORES["vector"]),
-            "stacks.0 cannot repeat: its last core has different write keys from the core before",
+            "stacks.0 cannot repeat: its last core writes other vectors than the core before the s",
         ),
         (
             lambda: cfg.ModelConfig(
@@ -497,6 +497,12 @@ def test_a_list_of_layers_becomes_stacks():
         (
             lambda: model("vector", "sum", mixer=cfg.DepthLstm()),
             "mixer=depth_lstm needs a feed-forward layer without a gate",
+        ),
+        (
+            lambda: cfg.ModelConfig(
+                (cfg.Stack((cfg.Kda(2**16, 2**16), GATED)),), cfg.MatrixStore(4)
+            ),
+            r"ModelConfig.kda.num_heads \* kda.head_dim = 4294967296 must be at most 2147483647",
         ),
         (
             lambda: cfg.ModelConfig((cfg.Stack((GATED,)),), cfg.MatrixStore(6)),

@@ -129,13 +129,26 @@ def test_the_loss_alone_is_that_of_the_gradient(mixer):
 
 REFUSED = [
     ({"num_layers": 6}, (4, 1, 4), 8, "num_layers=6 .* stage=4 .* nearest legal: 4 or 8"),
+    (
+        {"stacks": (cfg.Stack(2 * (cfg.Attention(3, 6), cfg.FeedForward(22)), 3),)},
+        (2, 1, 2),
+        2,
+        r"model.stacks.0.repeat=3 is not divisible by stage=2 .*; nearest legal: 2 or 4",
+    ),
     ({"num_layers": 4}, (2, 1, 4), 6, "microbatches=4 does not divide the 6 sequences"),
+    ({"num_layers": 4}, (2, 1, 2), 3, r"microbatches=2 \(0 means stage=2\) does not .* 2 or 4"),
     ({"num_layers": 4, "remat": "reversible"}, (2, 1, 2), 2, "'reversible'; legal policies: none"),
     (
         {"num_layers": 8, "mixer": cfg.BlockAttention(num_blocks=4)},
         (4, 2, 4),
         4,
-        "2 sublayers, which is not a multiple of the 4 sublayers of a block; .* chunks: 1, 2, 4$",
+        "2 sublayers, which is not a multiple of the 4 sublayers of .* chunks: 2, 4, or stage=1$",
+    ),
+    (
+        {"num_layers": 4, "mixer": cfg.BlockAttention(sublayers_per_block=3)},
+        (2, 1, 2),
+        2,
+        "4 sublayers, which is not a multiple of the 3 sublayers of a block; legal: stage=1$",
     ),
 ]
 

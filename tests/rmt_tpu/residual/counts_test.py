@@ -13,6 +13,7 @@ import rmt_tpu
 from rmt_tpu import config as cfg
 from rmt_tpu import cost as resources
 from tests import models
+from tests.rmt_tpu.residual import over_depth
 
 # At the shape of gpt2-160m; recomputed by hand from the equations.
 TOTALS = [
@@ -215,8 +216,17 @@ def test_flops_of_depth_attention():
     block = functools.partial(cfg.BlockAttention, sublayers_per_block=4)
     assert flops(block(output_site="newest")) == 4 * D * sum(blocks[:-1])
     assert flops(block(output_site="sum")) == 4 * D * sum(blocks[:-1]) + 4 * D
-    assert flops(block(cumulative=True)) == 5 * D * sum(blocks)
-    assert flops(block(cumulative=True, output_site="newest")) == 5 * D * sum(blocks[:-1]) + 4 * D
+    # With cumulative sources, sites 0, 4, 8 and 12 also attend to the sum so far.
+    assert flops(block(cumulative=True)) == 5 * D * sum(blocks) + 4 * D * 4
+    newest = block(cumulative=True, output_site="newest")
+    assert flops(newest) == 5 * D * sum(blocks[:-1]) + 4 * D * 3 + 4 * D
+    for mixer in (block(), block(cumulative=True), cfg.FullAttention(cumulative=True)):
+        mix = lambda k, n=2 * L, mixer=mixer: (
+            len(over_depth.plain_sources_of(k, mixer.sublayers_a_block(n)))
+            + (mixer.cumulative and over_depth.has_ended(k, mixer, n))
+        )
+        adds = mixer.cumulative * D * sum(mixer.sources(2 * L))
+        assert flops(mixer) == 4 * D * sum(map(mix, range(2 * L + 1))) + adds
     # A term of the sum and a logit for each delta, and the gate.
     sites = 2 * L + 1
     deltas = sum(blocks) - sites

@@ -87,6 +87,19 @@ def test_what_does_not_fit_the_depth_is_refused_in_one_line(mixer, message):
     assert "\n" not in str(error.value)
 
 
+@pytest.mark.parametrize(
+    ("mixer", "message"),
+    [
+        (cfg.FullAttention(phase_layers=1), "than num_layers=0; legal: null for an auto"),
+        (cfg.BlockAttention(layers_per_block=1), "0 layers; legal: null, or sublayers_per_block=1"),
+    ],
+)
+def test_a_model_of_one_sublayer_has_no_layers_to_count(mixer, message):
+    stacks = (cfg.Stack((cfg.Attention(2, 4),)),)
+    with pytest.raises(UsageError, match=message):
+        cfg.ModelConfig(stacks, cfg.VectorStore(8), mixer)
+
+
 def test_means_have_no_keys():
     with pytest.raises(UsageError, match="FullAttention.query='none' has no keys.*num_heads=2;"):
         cfg.FullAttention(query="none", num_heads=2)

@@ -107,14 +107,20 @@ def test_bfloat16_state():
 def test_feed_forward_layers_may_differ_but_end_every_layer():
     config = models.model("vector", mixer=cfg.DepthLstm())
     attention, wide = config.attention, cfg.FeedForward(30)
+    gated = cfg.FeedForward(30, "swiglu")  # only the second core of a layer must have no gate
     two = config.replace(
-        stacks=(*config.stacks, cfg.Stack((attention, wide)), cfg.Stack((wide, wide)))
+        stacks=(*config.stacks, cfg.Stack((attention, wide)), cfg.Stack((gated, wide)))
     )
     params = nnx.to_pure_dict(nnx.state(models.abstract(two), nnx.Param))
     assert sum(cost.parameters(two).values()) == sum(p.size for p in jax.tree.leaves(params))
     graphdef = models.graph(two)
     logits = jax.eval_shape(lambda p: nnx.merge(graphdef, p)(models.tokens()), params)
     assert logits.shape[-1] == models.VOCAB
-    for cores, named in (((attention, attention), "attention"), ((wide, attention), "attention")):
+    experts = cfg.Experts(4, 2, 10)
+    for cores, named in (
+        ((attention, attention), "attention"),
+        ((wide, attention), "attention"),
+        ((attention, experts), "experts"),  # its gate is not what is wrong
+    ):
         with pytest.raises(UsageError, match=f"end with feed_forward, but .* {named}; legal"):
             config.replace(stacks=(cfg.Stack(cores),))
