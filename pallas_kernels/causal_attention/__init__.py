@@ -196,7 +196,8 @@ def attention_after(
     Args:
       qkv: queries, keys and values of the new tokens.
       before: keys of all G heads, then values, of the earlier tokens in order.
-      filled: the number of earlier tokens in each batch row; later entries of `before` are ignored.
+      filled: the number of earlier tokens in each batch row, in any integer dtype. Later entries of
+        `before` get no weight, but they must be finite.
       scale, slopes, kv_heads, rows, window, cap, implementation: as in `causal_attention`.
 
     Returns:
@@ -211,6 +212,8 @@ def attention_after(
     check_window(window)
     call = _AttentionCall(rows, implementation, kv_heads, None, check_cap(cap))
     shown = None if window is None else Window(window)
+    # A narrow or unsigned dtype cannot hold the positions that are computed from `filled`.
+    filled = filled.astype(jnp.int32)
     return _after(call, shown, qkv, before, filled, jnp.asarray(scale), slopes)
 
 
@@ -221,7 +224,7 @@ def _attention_after(call, window, qkv, before, filled, scale, slopes):
     own = _whole_forward(call, AttentionOperands(qkv, scale, slopes, cap=call.cap))
     is_filled = jnp.arange(before.shape[1])[None] < filled[:, None]
     segments = jnp.ones(qkv.shape[:2], jnp.int32), is_filled.astype(jnp.int32)
-    most = jnp.max(filled)
+    most = jnp.max(filled, initial=0)
     q, kv = qkv[:, :, :heads], before.astype(qkv.dtype)
     operands = PartOperands(q, kv, scale, most, slopes, segments, cap=call.cap)
     out, sums = _part_forward(call, operands)
@@ -230,7 +233,7 @@ def _attention_after(call, window, qkv, before, filled, scale, slopes):
         # rows. In a row with fewer earlier tokens, ALiBi's distances are then too large by
         # `most - filled`. All logits of the row are too low by the same amount, so only the
         # log-sum-exps need a correction.
-        sums = sums + slopes * (most - filled)[:, None, None]
+        sums = sums + slopes.astype(sums.dtype) * (most - filled)[:, None, None]
     return merged(own, (out, sums))[0].astype(qkv.dtype)
 
 
@@ -280,7 +283,8 @@ def attention_to(
     Args:
       q: the queries of all heads.
       before: the keys of all G heads, then the values, in one array; or a pair (keys, values).
-      seen: whether each key is visible.
+      seen: whether each key is visible. The other keys and values get no weight, but they must be
+        finite.
       scale, rows, cap, implementation: as in `causal_attention`.
 
     Returns:

@@ -242,7 +242,8 @@ def _of_positions(operands: PartOperands):
     The entries add `slope j` in place of `-slope (i - j)`, where i is the query's position and j
     the key's. The difference is `slope i`.
     """
-    return operands.slopes * (operands.shift + jnp.arange(operands.q.shape[1]))[:, None]
+    slopes = operands.slopes.astype(jnp.float32)
+    return slopes * (operands.shift + jnp.arange(operands.q.shape[1]))[:, None]
 
 
 class _Mask(NamedTuple):

@@ -149,7 +149,9 @@ def to_fixed_point(
     """Convert an array to the int16 fixed-point format of residuals.
 
     Values are rounded to a multiple of `2^-fraction_bits`, and clipped if they overflow. A NaN
-    becomes -2^15. No other value does, and ops read it as a residual that has left its range.
+    becomes -2^15, and no other value does. If a store leaves such a number as it is, or lowers it,
+    what is read after the store is NaN for the whole token. A store that raises the number, and a
+    read without a store, do not notice it.
 
     Raises:
       ValueError: the array is not one of floats, or `fraction_bits` is not legal.

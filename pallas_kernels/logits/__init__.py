@@ -38,8 +38,8 @@ def logits_with_sums(
     Args:
       x: the input of the unembedding.
       kernel: W_U, in x's dtype.
-      targets: the target's token id per row. If an id is vocab or more, the row's target logit
-        (`chosen`) is 0.
+      targets: the target's token id per row, in any integer dtype. If an id is vocab or more, the
+        row's target logit (`chosen`) is 0.
       multiplier: the factor by which the logits are multiplied.
       implementation: None chooses the fastest one for the platform that the program is lowered for.
 
@@ -60,5 +60,8 @@ def logits_with_sums(
             f"targets is {targets.dtype}{list(targets.shape)}, but must be {len(x)} integers, "
             "one per row of x"
         )
+    # A narrow dtype cannot hold the numbers of all words, with which the ids are compared.
+    if targets.dtype.itemsize < 4:
+        targets = targets.astype(jnp.int32)
     run = functools.partial(_IMPLEMENTATIONS.run, implementation, "logits")
     return run(x, kernel, targets, multiplier=multiplier)

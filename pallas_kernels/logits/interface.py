@@ -2,6 +2,8 @@
 
 logits(x, kernel, targets, *, multiplier) -> Logits
 unsupported(op, x, kernel, targets) -> the reason in one line if the call is not supported, or None
+
+The targets have at least 32 bits.
 """
 
 from typing import NamedTuple

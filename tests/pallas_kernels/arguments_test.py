@@ -230,6 +230,21 @@ def test_attention_to_a_part_names_what_does_not_fit(changes, message, unannotat
         pallas_kernels.attention_to(**given | changes, scale=1.0)
 
 
+def test_what_is_filled_may_be_of_any_integers(unannotated):
+    """Unsigned ones have no place before the first, where a window may begin."""
+    rng = np.random.default_rng(0)
+    draw = lambda *shape: rng.normal(size=shape).astype(np.float32)
+    new, before, filled = draw(2, 3, 3, 8), draw(2, 40, 2, 8), np.array([5, 40])
+
+    @jax.jit
+    def attend(*filled):
+        op = pallas_kernels.attention_after
+        return [op(new, before, x, scale=0.3, window=9) for x in filled]
+
+    narrow, wide = attend(filled.astype(np.uint8), filled.astype(np.int32))
+    np.testing.assert_array_equal(narrow, wide)
+
+
 def test_segments_of_any_integers_are_int32_to_kernels():
     """Mosaic compares no narrower ones."""
     attend = lambda qkv, ids: pallas_kernels.causal_attention(qkv, scale=1.0, segment_ids=ids)
@@ -257,6 +272,9 @@ def test_an_empty_batch_is_served_forward_and_backward():
     none = {name: x[:0] for name, x in site().items() if name in ("residual", "data")}
     stored, read = jax.jit(lambda x: pallas_kernels.store_norm_retrieve(**x))(site(**none))
     assert stored.shape == (0, N, K, V) and read.shape == (0, N, P, V)
+    after = lambda *x: pallas_kernels.attention_after(*x, scale=1.0)
+    given = ones((0, 4, 6, 8)), ones((0, 5, 4, 8)), ones(0, np.int32)
+    assert jax.eval_shape(after, *given).shape == (0, 4, 2, 8)
 
     def mixed(query, sources):
         h = pallas_kernels.depth_attention(query, sources)

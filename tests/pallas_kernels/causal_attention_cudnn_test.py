@@ -15,6 +15,7 @@ from pallas_kernels.causal_attention import cudnn, plain
 from pallas_kernels.causal_attention.interface import AttentionOperands, PartOperands
 from pallas_kernels.target import lowering_for
 from tests import cuda
+from tests.closeness import assert_close
 from tests.pallas_kernels.causal_attention_battery import Battery, Case, arguments, by_tier
 from tests.tiers import later
 
@@ -45,6 +46,20 @@ def test_no_weight_goes_to_another_segment():
     one, two = np.asarray(run(qkv, ids)), np.asarray(run(hidden, ids))
     assert 0 < first.sum() < 64
     np.testing.assert_array_equal(one[0, first], two[0, first])
+
+
+def test_positions_are_multiplied_by_narrow_slopes_in_float32():
+    """Beyond 256, they are not exact in the slopes' dtype."""
+    qkv, _, _ = arguments(1, 300, 2, 8, "bfloat16")
+    slopes = jnp.asarray([0.3, 0.011], jnp.bfloat16)
+
+    @jax.jit
+    def run(*slopes):
+        attend = functools.partial(cudnn.attention_forward, kv_heads=2, interpret=True)
+        return [attend(AttentionOperands(qkv, jnp.float32(0.3), x)) for x in slopes]
+
+    narrow, wide = run(slopes, slopes.astype(jnp.float32))
+    assert_close(narrow, wide, 1e-6)
 
 
 def test_alibi_gives_no_weight_to_the_unused_entries_of_a_cache():

@@ -266,6 +266,19 @@ def test_new_tokens_after_those_of_a_cache(window, capacity):
         assert not np.any(d_before[row, count:])
 
 
+def test_slopes_of_a_narrow_dtype_are_multiplied_in_a_wide_one():
+    """The distance to the first new token differs by up to 589 between the rows."""
+    qkv, before = draw(0, 2, 3, HEADS + 2 * KV_HEADS, SIZE), draw(1, 2, 600, 2 * KV_HEADS, SIZE)
+    filled, slopes = np.array([11, 600]), jnp.asarray(SLOPES, jnp.bfloat16)
+
+    @jax.jit
+    def run(qkv, before, filled, *slopes):
+        op = functools.partial(attention_after, qkv, before, filled, kv_heads=KV_HEADS, scale=0.3)
+        return [op(slopes=x) for x in slopes]
+
+    assert_close(*run(qkv, before, filled, slopes, slopes.astype(jnp.float32)), 1e-6)
+
+
 # Devices -----------------------------------------------------------------------------------------
 
 

@@ -10,6 +10,7 @@ import pytest
 
 from pallas_kernels import UnsupportedImplementation, logits_with_sums
 from pallas_kernels.logits import mosaic_tpu, reference, xla
+from pallas_kernels.platform import interpreting
 from pallas_kernels.target import lowering_for
 from tests.closeness import assert_close
 from tests.tiers import later
@@ -84,6 +85,24 @@ def test_a_target_that_is_no_word_chooses_nothing():
         for word in (-1, VOCAB, 3000):
             got = RUNS[run](x, kernel, jnp.full(TOKENS, word), multiplier=1)
             assert not np.any(got.chosen)
+
+
+@pytest.mark.parametrize("implementation", ["xla", "mosaic_tpu"])
+def test_ids_of_any_integers(implementation, unannotated):
+    """More words than their dtype has numbers, and an id beyond the words."""
+    x, kernel, _ = arguments("bfloat16", tokens=3, vocab=300)
+    ids = np.array([0, 5, 220])
+
+    @jax.jit
+    def chosen(x, kernel, narrow, wide):
+        op = functools.partial(logits_with_sums, x, implementation=implementation)
+        pairs = (kernel, narrow), (kernel, wide), (kernel[:, :200], narrow)
+        return [op(*pair).chosen for pair in pairs]
+
+    with interpreting():
+        narrow, wide, fewer = chosen(x, kernel, ids.astype(np.uint8), ids)
+    np.testing.assert_array_equal(narrow, wide)
+    np.testing.assert_array_equal(fewer, np.where(ids < 200, wide, 0))
 
 
 def test_bad_arguments_are_told_in_a_line(unannotated):
