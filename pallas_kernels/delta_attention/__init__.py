@@ -73,7 +73,7 @@ def delta_attention(
     if state is None:
         state = jnp.zeros((batch, heads, keys, v.shape[-1]), dtype)
     state = state.astype(dtype)
-    if not q.size:
+    if not q.size or not v.size:
         return jnp.zeros_like(v), state
     documents = jnp.zeros((batch, seq), jnp.int32)
     if segment_ids is not None:

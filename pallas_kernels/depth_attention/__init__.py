@@ -51,7 +51,12 @@ from pallas_kernels.depth_attention import (
     triton_gpu,
     xla,
 )
-from pallas_kernels.depth_attention.checks import check_mixed, check_site, check_sources
+from pallas_kernels.depth_attention.checks import (
+    check_layers,
+    check_mixed,
+    check_site,
+    check_sources,
+)
 from pallas_kernels.depth_attention.interface import (
     Merge,
     MergeAt,
@@ -340,6 +345,7 @@ def depth_attention_merge_at(
       ValueError: shapes or dtypes do not fit, the norm is unknown, or an epsilon is negative.
       TypeError: the op is differentiated when a kernel may compute it.
     """
+    check_layers(parameters, current)
     *tokens, D = current.shape
     check_site(parameters[0, 0], None, current, parameters[0, 1], norm, epsilon, norm_epsilon)
     check_mixed(mixed, log_sums, current, "S ...", 1)

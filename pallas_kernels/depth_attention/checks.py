@@ -1,5 +1,7 @@
 """Checks of the arguments of depth-attention ops, which run before an op is traced."""
 
+import numbers
+
 import jax.numpy as jnp
 
 from pallas_kernels.arguments import check_array, check_epsilon, check_norm
@@ -45,7 +47,7 @@ def check_sources(queries, sources, gains, count, prior, epsilon) -> None:
         return
     if jnp.shape(count) or not jnp.issubdtype(jnp.result_type(count), jnp.integer):
         raise ValueError(f"count={count!r} must be an integer from 0 to the number of sources, {N}")
-    if isinstance(count, int) and not 0 <= count <= N:
+    if isinstance(count, numbers.Integral) and not 0 <= count <= N:
         raise ValueError(f"count={count} must be from 0 to the number of sources, {N}")
 
 
@@ -78,6 +80,21 @@ def check_site(query, gain, current, norm_gain, norm, epsilon, norm_epsilon) -> 
     if norm is not None:
         check_norm(norm)
         check_array("norm_gain", norm_gain, "D")
+
+
+def check_layers(parameters, current) -> None:
+    """Check the stacked parameters of `depth_attention_merge_at`.
+
+    Raises:
+      ValueError: the parameters of each layer are not two vectors of the size of `current`.
+    """
+    check_array("current", current, "... D")
+    check_array("parameters", parameters, "L 2 D")
+    if len(parameters) == 0 or parameters.shape[1:] != (2, current.shape[-1]):
+        raise ValueError(
+            f"shapes do not fit: current [..., D] has shape {current.shape}, but parameters "
+            f"[L, 2, D] have shape {parameters.shape}; legal: L of at least 1, and the same D"
+        )
 
 
 def check_mixed(mixed, log_sums, current, axes: str, of_source: int) -> None:

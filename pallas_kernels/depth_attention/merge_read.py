@@ -16,6 +16,7 @@ from pallas_kernels.depth_attention import mosaic_tpu_merge_read
 from pallas_kernels.depth_attention.checks import check_mixed
 from pallas_kernels.depth_attention.interface import Merge, MergeCotangents, MergeRead, wide
 from pallas_kernels.depth_attention.merge_read_in_two import MOSAIC_GPU, XLA
+from pallas_kernels.key_vector.calls import check_dtype
 from pallas_kernels.platform import Implementation, Implementations, reverse_mode
 
 
@@ -58,7 +59,8 @@ def depth_attention_merge_read(
 
     Raises:
       UnsupportedImplementation: the requested implementation does not support this call.
-      ValueError: shapes or dtypes do not fit, the norm is unknown, or an epsilon is negative.
+      ValueError: shapes or dtypes do not fit, the norm is unknown, an epsilon is negative, or
+        `dtype` is not a float dtype of 16 bits or more.
       TypeError: the op is differentiated in forward mode, or differentiated twice when a kernel may
         compute it.
     """
@@ -80,7 +82,7 @@ def depth_attention_merge_read(
             f"shapes do not fit: current [B, T, K, V] has shape {current.shape}, but read_keys "
             f"[P, K] have shape {read_keys.shape}"
         )
-    dtype = jnp.dtype(dtype or current.dtype)
+    dtype = check_dtype(dtype or current.dtype)
     call = _MergeReadCall(norm, epsilon, norm_epsilon, dtype, implementation)
     site, active = jnp.asarray(site, jnp.int32), jnp.asarray(active)
     query = query.astype(jnp.result_type(jnp.float32, current))

@@ -99,11 +99,13 @@ def check_dtype(dtype: DTypeLike) -> jnp.dtype:
     """Return the dtype of retrieved vectors as a `jnp.dtype`.
 
     Raises:
-      ValueError: the dtype is not a float dtype.
+      ValueError: the dtype is not a float dtype of 16 bits or more.
     """
     dtype = jnp.dtype(dtype)
-    if not jnp.issubdtype(dtype, jnp.floating):
-        raise ValueError(f"dtype={dtype} of retrieved vectors is not legal; legal: a float dtype")
+    if not jnp.issubdtype(dtype, jnp.floating) or dtype.itemsize < 2:
+        raise ValueError(
+            f"dtype={dtype} of retrieved vectors is not legal; legal: floats of 16 bits or more"
+        )
     return dtype
 
 

@@ -12,6 +12,7 @@ gradient, because each is the other's transpose.
 """
 
 import functools
+import numbers
 from typing import Literal
 
 import jax
@@ -53,16 +54,16 @@ def rows_of_tokens(
 
     Raises:
       UnsupportedImplementation: a named implementation is unknown or does not support the gradient.
-      ValueError: the number of choices is no multiple of the number of tokens, or an array has
+      ValueError: the number of choices is 0 or no multiple of the number of tokens, or an array has
         another number of axes.
       TypeError: the op is differentiated in forward mode.
     """
     check_array("x", x, "tokens width")
     _check(order, places)
-    if not len(x) or len(places) % len(x):
+    if not len(x) or not len(places) or len(places) % len(x):
         raise ValueError(
             f"places has {len(places)} choices of {len(x)} tokens; legal: the same number for each "
-            "token"
+            "token, at least 1"
         )
     return _rows(implementation, len(places) // len(x), x, order, places)
 
@@ -85,13 +86,15 @@ def sums_of_rows(
 
     Raises:
       UnsupportedImplementation: a named implementation is unknown or does not support this call.
-      ValueError: the number of choices is no multiple of `each`, `order` has not a number for each
-        row, or an array has another number of axes.
+      ValueError: `each` is not an integer of at least 1, the number of choices is no multiple of
+        it, `order` has not a number for each row, or an array has another number of axes.
       TypeError: the op is differentiated in forward mode.
     """
     check_array("rows", rows, "rows width")
     _check(order, places)
     check_shapes(f"rows {list(rows.shape)}", integers=True, order=(order, rows.shape[:1]))
+    if not isinstance(each, numbers.Integral) or isinstance(each, bool) or each < 1:
+        raise ValueError(f"each={each!r} must be an integer, at least 1")
     if len(places) % each:
         raise ValueError(f"places has {len(places)} choices; legal: a multiple of each={each}")
     return _sums(implementation, each, rows, order, places)
@@ -110,6 +113,8 @@ def _rows(implementation, each, x, order, places):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _sums(implementation, each, rows, order, places):
+    if not len(rows):
+        return jnp.zeros((len(places) // each, rows.shape[1]), rows.dtype)
     return _IMPLEMENTATIONS.run(implementation, "sums", rows, order, places, each=each)
 
 

@@ -83,6 +83,8 @@ def test_what_is_read_of_an_int16_residual_needs_a_dtype_of_floats():
     for options in ({}, {"dtype": jnp.int16}):
         with pytest.raises(ValueError, match="dtype=int16 of retrieved vectors is not legal; leg"):
             op(fixed, gain, r, **options)
+    with pytest.raises(ValueError, match="dtype=float8_e4m3fn of .* legal: floats of 16 bits or m"):
+        op(fixed, gain, r, dtype=jnp.float8_e4m3fn)
 
 
 @pytest.mark.parametrize(
@@ -129,6 +131,7 @@ def test_key_vector_ops_name_what_does_not_fit(changes, message, unannotated):
         ({"count": 2.5}, "count=2.5 must be an integer"),
         ({"count": ones((2,), np.int32)}, "count=.* must be an integer"),
         ({"count": 4}, "count=4 must be from 0 to the number of sources, 3"),
+        ({"count": np.int64(7)}, "count=7 must be from 0 to the number of sources, 3"),
         ({"epsilon": -1e-6}, "epsilon=-1e-06 must be a finite number"),
         (
             {"prior": (ones((B, 8)), ones((B,)))},
@@ -156,6 +159,34 @@ def test_merging_names_what_does_not_fit(changes, message, unannotated):
     arrays |= {"query": jnp.ones(8), "norm_gain": jnp.ones(8), "site": 0}
     with pytest.raises(ValueError, match=message):
         pallas_kernels.depth_attention_merge(**arrays | changes)
+
+
+@pytest.mark.parametrize("dtype", ["int32", "float8_e4m3fn"])
+def test_what_is_read_of_a_mix_needs_a_dtype_of_floats(dtype, unannotated):
+    rows = ones((2, B, N, K, V)), ones((B, N)), 0, ones((B, N, K, V))
+    with pytest.raises(ValueError, match=f"dtype={dtype} of retrieved vectors is not legal; legal"):
+        pallas_kernels.depth_attention_merge_read(
+            *rows, ones((K, V)), ones((K, V)), ones((P, K)), dtype=dtype
+        )
+
+
+@pytest.mark.parametrize(
+    "shape, message",
+    [
+        ((3, 1, 8), r"parameters \[L, 2, D\] have shape \(3, 1, 8\); legal: L of at least 1, and"),
+        (
+            (3, 2, 7),
+            r"current \[\.\.\., D\] has shape \(3, 8\), but parameters \[L, 2, D\] have sha",
+        ),
+        ((0, 2, 8), r"parameters \[L, 2, D\] have shape \(0, 2, 8\)"),
+        ((3, 8), r"parameters \[L, 2, D\] must be an array of floats with 3 axes"),
+    ],
+)
+def test_merging_at_a_layer_names_parameters_that_do_not_fit(shape, message, unannotated):
+    with pytest.raises(ValueError, match=message):
+        pallas_kernels.depth_attention_merge_at(
+            0, ones(shape), ones((2, 3, 8)), ones((2, 3)), 0, ones((3, 8))
+        )
 
 
 def test_causal_attention_names_what_does_not_fit(unannotated):

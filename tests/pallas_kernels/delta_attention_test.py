@@ -170,6 +170,13 @@ def test_what_does_not_fit_is_named(changes, message, unannotated):
         delta_attention(**given | changes, scale=1.0)
 
 
+def test_values_may_be_empty():
+    q, k, v, log_decay, beta, _ = map(np.float32, arguments())
+    op = lambda *x: delta_attention(*x, scale=SCALE)
+    read, state = jax.eval_shape(op, q, k, v[..., :0], log_decay, beta)
+    assert (read.shape, state.shape) == ((*q.shape[:3], 0), (len(GATES), HEADS, KEYS, 0))
+
+
 def test_an_unknown_implementation_is_named(unannotated):
     given = [np.float32(x) for x in arguments()]
     with pytest.raises(UnsupportedImplementation, match="'triton' is unknown; legal: xla"):

@@ -92,6 +92,21 @@ def test_of_few_rows_a_kernel_is_taken(topology, rows, kernels):
     assert run.lower(*arguments).compile().as_text().count("tpu_custom_call") == kernels
 
 
+@pytest.mark.parametrize("each", [0, -2, 2.0, True])
+def test_choices_per_token_that_are_none_are_refused(each, unannotated):
+    order = places = np.arange(4)
+    with pytest.raises(ValueError, match=f"each={each} must be an integer, at least 1"):
+        sums_of_rows(np.ones((4, 8), np.float32), order, places, each=each)
+
+
+def test_nothing_to_add_up_and_no_choice():
+    none, places = jnp.zeros(0, jnp.int32), jnp.zeros(4, jnp.int32)
+    sums = sums_of_rows(jnp.zeros((0, 8)), none, places, each=2)
+    np.testing.assert_array_equal(sums, np.zeros((2, 8)))
+    with pytest.raises(ValueError, match="0 choices of 4 tokens; legal: the same number for each"):
+        rows_of_tokens(jnp.ones((4, 8)), places[:2], none)
+
+
 def test_a_kernel_that_cannot_serve_says_why(unannotated):
     order, places = map(jnp.asarray, given())
     rows = np.zeros((ROWS, WIDTH), np.float16)
