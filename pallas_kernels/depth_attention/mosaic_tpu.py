@@ -148,7 +148,7 @@ def partial_backward(
     if delta is not None:
         inputs["delta"] = _tiled(call, delta)
     if accumulate is not None:
-        inputs["accumulate"] = operand.anywhere(_aligned(accumulate))
+        inputs["accumulate"] = operand.anywhere(_aligned(accumulate.astype(sources.dtype)))
     rows = (call.query_rows, call.width)
     outputs = {
         "d_queries": (
@@ -292,7 +292,7 @@ def unsupported(op: str, operands: Partial | Merge, *others: Any) -> str | None:
         return None
     queries, sources = operands[:2]
     S, (N, T, D) = queries.shape[0], sources.shape
-    if default_block_sizes(op, N, S, T, D, sources.dtype.name) is None:
+    if default_block_sizes(op, N, S, T, D, sources.dtype.name, _wide_prior(operands)) is None:
         return f"N={N}, S={S}, D={D}: {GROUP} tokens of all sources do not fit in VMEM"
     return None
 
@@ -303,23 +303,41 @@ def unsupported(op: str, operands: Partial | Merge, *others: Any) -> str | None:
 def _call_of(op, operands: Partial, epsilon, blocks, interpret) -> VectorsCall:
     queries, sources = operands[:2]
     S, (N, T, D) = queries.shape[0], sources.shape
-    blocks = blocks or choose_block_sizes(op, N, S, T, D, sources.dtype.name)
+    sizes, wide = (N, S, T, D, sources.dtype.name), _wide_prior(operands)
+    if blocks is None and wide:  # Tuned tables are for a prior in the sources' dtype.
+        blocks = default_block_sizes(op, *sizes, wide)
+    elif blocks is None:
+        blocks = choose_block_sizes(op, *sizes)
+    blocks = _fitted(blocks, op, operands, interpret)
+    tokens = round_up(T, GROUP)
+    width = round_up(D, LANES)
+    return VectorsCall(N, S, tokens, D, width, sources.dtype.name, epsilon, blocks, interpret)
+
+
+def _wide_prior(operands: Partial) -> str | None:
+    """Return the dtype of the prior's mixes if it is wider than the sources', or else None."""
+    if operands.prior is None:
+        return None
+    of_prior, of_sources = operands.prior[0].dtype, operands.sources.dtype
+    return of_prior.name if of_prior.itemsize > of_sources.itemsize else None
+
+
+def _fitted(
+    blocks: BlockSizes | None, op: str, operands: Partial | Merge, interpret: bool
+) -> BlockSizes:
+    """Return `blocks` with at most T tokens per tile, rounded up to whole groups.
+
+    The interpreter does not unroll loops, to save compile time.
+
+    Raises:
+      UnsupportedImplementation: `blocks` is None, because no block sizes fit in VMEM.
+    """
     if blocks is None:
         reason = unsupported(op, operands)
         raise UnsupportedImplementation(
             f"no TPU kernel of {_NAME}{op} supports this call: {reason}; use 'xla'"
         )
-    tokens = round_up(T, GROUP)
-    blocks = _fitted(blocks, T, interpret)
-    width = round_up(D, LANES)
-    return VectorsCall(N, S, tokens, D, width, sources.dtype.name, epsilon, blocks, interpret)
-
-
-def _fitted(blocks: BlockSizes, T: int, interpret: bool) -> BlockSizes:
-    """Return `blocks` with at most T tokens per tile, rounded up to whole groups.
-
-    The interpreter does not unroll loops, to save compile time.
-    """
+    T = operands.current.shape[0] if isinstance(operands, Merge) else operands.sources.shape[1]
     unroll = 1 if interpret else blocks.unroll
     return dataclasses.replace(blocks, tokens=min(blocks.tokens, round_up(T, GROUP)), unroll=unroll)
 
@@ -329,12 +347,7 @@ def _merge_call(
 ) -> VectorsCall:
     T, D = operands.current.shape
     blocks = blocks or choose_block_sizes(op, 0, 1, T, D, "float32")
-    if blocks is None:
-        reason = unsupported(op, operands)
-        raise UnsupportedImplementation(
-            f"no TPU kernel of {_NAME}{op} supports this call: {reason}; use 'xla'"
-        )
-    blocks = _fitted(blocks, T, interpret)
+    blocks = _fitted(blocks, op, operands, interpret)
     width = round_up(D, LANES)
     dtype = operands.current.dtype.name
     call = VectorsCall(0, 1, T, D, width, dtype, epsilon, blocks, interpret)
@@ -393,10 +406,12 @@ def choose_block_sizes(op: str, N: int, S: int, T: int, D: int, dtype: str) -> B
     return tuned.look_up(KERNELS[_NAME + op], key, T, default)
 
 
-def default_block_sizes(op: str, N: int, S: int, T: int, D: int, dtype: str) -> BlockSizes | None:
+def default_block_sizes(
+    op: str, N: int, S: int, T: int, D: int, dtype: str, wide_prior: str | None = None
+) -> BlockSizes | None:
     """Return the block sizes that the heuristic selects for the target device.
 
-    Returns None if no block sizes fit in VMEM.
+    Returns None if no block sizes fit in VMEM. `wide_prior` is as in `vmem_bytes`.
     """
     tokens = round_up(T, GROUP)
     # Groups of tokens in one loop body hide each other's latency. With less work per group, more
@@ -414,7 +429,7 @@ def default_block_sizes(op: str, N: int, S: int, T: int, D: int, dtype: str) -> 
     fitting = [
         BlockSizes(t, unroll=unroll, weight_pieces=2 if S <= 2 else 1)
         for t in sizes
-        if vmem_bytes(op, N, S, D, dtype, min(t, tokens)) <= target().vmem_part(_BUDGET)
+        if vmem_bytes(op, N, S, D, dtype, min(t, tokens), wide_prior) <= target().vmem_part(_BUDGET)
     ]
     # Prefer larger tiles, because they hide latency better. Prefer an even number of full tiles,
     # because two cores can share these.
@@ -422,10 +437,13 @@ def default_block_sizes(op: str, N: int, S: int, T: int, D: int, dtype: str) -> 
     return next(iter(even + fitting), None)
 
 
-def vmem_bytes(op: str, N: int, S: int, D: int, dtype: str, tokens: int) -> int:
+def vmem_bytes(
+    op: str, N: int, S: int, D: int, dtype: str, tokens: int, wide_prior: str | None = None
+) -> int:
     """Estimate the VMEM of a grid step, in bytes.
 
-    Blocks that the pipeline copies count twice, because they are double-buffered.
+    Blocks that the pipeline copies count twice, because they are double-buffered. `wide_prior` is
+    the dtype of the prior's mixes if it is wider than `dtype`; None means that it is not.
     """
     item = jnp.dtype(dtype).itemsize
     width = round_up(D, LANES)
@@ -439,7 +457,8 @@ def vmem_bytes(op: str, N: int, S: int, D: int, dtype: str, tokens: int) -> int:
         several = N > kernels.CHUNK
         scratch = groups * lanes * (4 * round_up(S, 8) + 32 * S * item)
         scratch += groups * S * GROUP * LANES * 4 + (S * row * 4 if several else 0)
-        return 2 * (N + 2 * S) * row * item + scratch + rows * width * item
+        of_prior = jnp.dtype(wide_prior or dtype).itemsize
+        return 2 * ((N + S) * item + S * of_prior) * row + scratch + rows * width * item
     left = round_up(2 * S * GROUP + rows + GROUP, LANES)
     scratch = groups * lanes * (4 * round_up(S + 8, 8) + 4 * S * GROUP + item * (left + rows))
     return 2 * (2 * N + S) * row * item + scratch + rows * width * (2 * item + 8)

@@ -27,9 +27,10 @@ from pallas_kernels.target import target
 _MOST = 128
 # Number of tokens per grid step. It is small enough that most intermediates stay in registers.
 _TOKENS = 32
-# `_TILE`: number of tokens in a register tile of the narrowest dtype. `_BUDGET`: maximum VMEM for
-# the double-buffered rows of a grid step, in units of 1/60 of the VMEM limit.
-_TILE, _BUDGET = 16, 58
+# `_TILE`: number of tokens in a register tile of the narrowest dtype. `_LEAST`: number of tokens in
+# a register tile of float32, which a block may have in any dtype. `_BUDGET`: maximum VMEM for the
+# double-buffered rows of a grid step, in units of 1/60 of the VMEM limit.
+_TILE, _LEAST, _BUDGET = 16, 8, 58
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,7 +119,25 @@ def unsupported(op: str, operands: MergeAt) -> str | None:
     floats = [x for x in operands if jnp.issubdtype(x.dtype, jnp.floating)]
     if any(x.dtype not in (jnp.bfloat16, jnp.float32) for x in floats):
         return "arrays that are neither bfloat16 nor float32"
+    if _merge_tokens(operands) is None:
+        return f"D={operands.current.shape[-1]}: {_LEAST} tokens do not fit in VMEM"
     return None
+
+
+def _merge_tokens(operands: MergeAt) -> int | None:
+    """Return the number of tokens per grid step of `merge_at`; None if no such number fits in VMEM.
+
+    Blocks are double-buffered. The compiler also keeps about one and a half float32 arrays with a
+    block's rows, and a third copy of the layer's parameters, which fill 8 rows each.
+    """
+    mixed, current = operands.mixed, operands.current
+    T, D = current.shape
+    each = 2 * D * (jnp.dtype(mixed.dtype).itemsize + 2 * jnp.dtype(current.dtype).itemsize)
+    each += 2 * LANES * 4 + 6 * D
+    of_layer = 3 * 8 * D * 4
+    budget = target().vmem_part(_BUDGET) - of_layer
+    fitting = (n for n in (_TOKENS, _TILE, _LEAST) if each * round_up(min(n, T), 8) <= budget)
+    return next((min(n, T) for n in fitting), None)
 
 
 def merge_at(
@@ -135,7 +154,7 @@ def merge_at(
     """
     parameters, layer, mixed, log_sums, site, current, active = operands
     T, D = current.shape
-    tokens = min(T, _TOKENS)
+    tokens = _merge_tokens(operands)
     tables = {"active": active, "layer": layer, "site": site}
     by_site = lambda *shape: pl.BlockSpec(
         (None, tokens, *shape), lambda i, a, layer, site: (site[0], i, 0)

@@ -80,7 +80,11 @@ def unsupported(op: str, operands: Partial | Merge, *others: Any) -> str | None:
         return f"a sequence of {T} tokens (legal: at least {LANES})"
     if K * V % LANES:
         return f"matrices of {K} x {V} entries (legal: a multiple of {LANES} in total)"
-    if 12 * _block(K * V, residuals.dtype) > target().vmem_part(_LARGEST):
+    # The largest kernel, `merge_backward`, has two blocks of each of six arrays. Two of these have
+    # the dtype of the mixes.
+    mixed = operands.mixed if merges else residuals
+    need = 8 * _block(K * V, residuals.dtype) + 4 * _block(K * V, mixed.dtype)
+    if need > target().vmem_part(_LARGEST):
         return f"matrices of {K} x {V} entries: {LANES} tokens do not fit in VMEM"
     return None
 
@@ -96,7 +100,8 @@ def partial(
     queries, sources, count, prior = operands
     N, B, T, K, V = sources.shape
     bank, rows = tokens_last(sources), columns(queries)
-    most, sites = _parts(N, queries.shape[0], K * V, sources.dtype)
+    of_prior = None if prior is None else prior[0].dtype
+    most, sites = _parts(N, queries.shape[0], K * V, sources.dtype, of_prior)
     by_batch = lambda x: jnp.swapaxes(x, 0, 1)
     mixed, log_sums = [], []
     for s in range(0, queries.shape[0], sites):
@@ -182,7 +187,7 @@ def partial_backward(
     log_sums, delta, d_mixed, accumulate = cotangents
     N, B, T, K, V = sources.shape
     bank, rows = tokens_last(sources), columns(queries)
-    added = None if accumulate is None else tokens_last(accumulate)
+    added = None if accumulate is None else tokens_last(accumulate.astype(sources.dtype))
     d_rows = tokens_last(d_mixed.astype(sources.dtype))
     most, sites = _parts(N, queries.shape[0], K * V, sources.dtype)
     d_queries = []
@@ -440,15 +445,19 @@ def merge_gradients(call: MatricesCall, operands: Merge, out: dict[str, Array]) 
 # Tiling: split of sources and sites into parts ------------------------------------------------
 
 
-def _parts(N: int, S: int, D: int, dtype) -> tuple[int, int]:
+def _parts(N: int, S: int, D: int, dtype, of_prior=None) -> tuple[int, int]:
     """Return the numbers of sources and of sites per kernel call.
 
-    The blocks of one call fit in VMEM. All calls have about the same numbers.
+    The blocks of one call fit in VMEM. All calls have about the same numbers. `dtype` is that of
+    the sources, and `of_prior` that of the prior's mixes, if there is a prior.
     """
-    blocks = target().vmem_part(_BUDGET) // (2 * _block(D, dtype))
-    sites = min(_MOST_SITES, max(1, blocks // 3))
+    one = _block(D, dtype)
+    blocks = target().vmem_part(_BUDGET) // (2 * one)
+    # Each site has a block of its mix, and one of a prior, as wide as one or two sources.
+    of_site = 1 + max(1, (_block(D, of_prior) if of_prior is not None else one) // one)
+    sites = min(_MOST_SITES, max(1, blocks // (1 + of_site)))
     sites = -(-S // -(-S // sites))
-    sources = max(1, min(_MOST_SOURCES, blocks - 2 * sites))
+    sources = max(1, min(_MOST_SOURCES, blocks - of_site * sites))
     return -(-N // -(-N // sources)), sites
 
 

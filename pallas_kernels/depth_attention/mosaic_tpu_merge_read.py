@@ -28,13 +28,18 @@ from pallas_kernels.arguments import Norm
 from pallas_kernels.call import nbytes, tpu_call
 from pallas_kernels.depth_attention import mosaic_tpu_matrices as matrices
 from pallas_kernels.depth_attention import mosaic_tpu_matrices_kernels as kernels
-from pallas_kernels.depth_attention.interface import MergeCotangents, MergeGradients, MergeRead
+from pallas_kernels.depth_attention.interface import (
+    Merge,
+    MergeCotangents,
+    MergeGradients,
+    MergeRead,
+)
 from pallas_kernels.depth_attention.merge_read_in_two import SeparateMergeRead
 from pallas_kernels.depth_attention.mosaic_tpu_matrices_kernels import MatricesCall
 from pallas_kernels.key_vector import mosaic_tpu as key_vector
 from pallas_kernels.key_vector import mosaic_tpu_kernels as read_kernels
 from pallas_kernels.key_vector.block_sizes import BlockSizes, Sizes, of_slab, sublanes
-from pallas_kernels.key_vector.interface import SiteOperands, Statistics
+from pallas_kernels.key_vector.interface import SiteBackward, SiteOperands, Statistics
 from pallas_kernels.key_vector.mosaic_tpu_call import KeyVectorKernelCall, Walk
 from pallas_kernels.key_vector.mosaic_tpu_keys import (
     gradient_outputs,
@@ -57,12 +62,14 @@ def unsupported(
 
     `dtype` is the dtype of the vectors that `merge_read` retrieves.
     """
+    # `_read` may find no tile that fits, so separate kernels must serve the call too.
+    if why := matrices.unsupported("merge", operands.merge, *others):
+        return why
     site = SiteOperands(operands.merge.current, None, None, *operands[1:])
-    if op == "merge_read_backward":
-        dtype = others[1].z.dtype
-    return matrices.unsupported("merge", operands.merge) or key_vector.unsupported(
-        "forward", site, *others, dtype=dtype
-    )
+    if op == "merge_read":
+        return key_vector.unsupported("forward", site, dtype=dtype)
+    statistics, cotangents = others
+    return key_vector.unsupported("backward", SiteBackward(site, statistics, None, cotangents.z))
 
 
 def merge_read(
@@ -82,7 +89,7 @@ def merge_read(
     of_merge, norm_gain, read_keys = operands
     current = of_merge.current
     call = matrices.merge_call(current, epsilon, interpret)
-    read = _read("forward", call, current, read_keys, dtype, norm, norm_epsilon)
+    read = _read("forward", call, of_merge, read_keys, dtype, norm, norm_epsilon)
     if read is None:
         options = {"norm_epsilon": norm_epsilon, "dtype": dtype, "interpret": interpret}
         return _SEPARATE.merge_read(operands, norm=norm, epsilon=epsilon, **options)
@@ -138,7 +145,7 @@ def merge_read_backward(
     current, d_retrieved = of_merge.current, cotangents.z
     call = matrices.merge_call(current, epsilon, interpret)
     dtype = d_retrieved.dtype
-    read = _read("backward", call, current, read_keys, dtype, norm, 0.0)
+    read = _read("backward", call, of_merge, read_keys, dtype, norm, 0.0)
     if read is None:
         options = {"norm": norm, "epsilon": epsilon, "interpret": interpret}
         return _SEPARATE.merge_read_backward(operands, statistics, cotangents, **options)
@@ -234,12 +241,13 @@ def _mix(call: MatricesCall, read: KeyVectorKernelCall, inputs, h):
 
 
 def _read(
-    op, call: MatricesCall, current, read_keys, dtype, norm, epsilon
+    op, call: MatricesCall, of_merge: Merge, read_keys, dtype, norm, epsilon
 ) -> KeyVectorKernelCall | None:
     """Return the parameters of the read from the mix, with the largest tile that fits in VMEM.
 
     Returns None if no tile fits.
     """
+    current, mixed = of_merge.current, of_merge.mixed
     K, V = current.shape[2:]
     compute = "bfloat16" if dtype == jnp.bfloat16 else "float32"
     s = Sizes(K, V, 0, read_keys.shape[0], current.dtype.name, compute)
@@ -252,21 +260,22 @@ def _read(
             continue
         for keep in (True, False) if op == "backward" else (False,):
             blocks = dataclasses.replace(blocks, keep=keep)
-            if _vmem_bytes(op, s, blocks) <= target().vmem_part(_BUDGET):
+            if _vmem_bytes(op, s, blocks, mixed.dtype) <= target().vmem_part(_BUDGET):
                 if call.interpret:  # Unrolled loops compile slowly in the interpreter.
                     blocks = dataclasses.replace(blocks, store_unroll=1, read_unroll=1)
                 return KeyVectorKernelCall(s, blocks, norm, epsilon, call.interpret)
     return None
 
 
-def _vmem_bytes(op: str, s: Sizes, blocks: BlockSizes) -> int:
+def _vmem_bytes(op: str, s: Sizes, blocks: BlockSizes, mixed: DTypeLike) -> int:
     """Estimate the VMEM of a grid step, in bytes.
 
-    Blocks that the pipeline copies count twice, because they are double-buffered.
+    Blocks that the pipeline copies count twice, because they are double-buffered. `mixed` is the
+    dtype of the mixes, whose rows may be wider than those of the running sum.
     """
     size = s.K * s.V * blocks.tokens
-    row, vectors = size * jnp.dtype(s.residual_dtype).itemsize, s.V * s.P_padded * blocks.tokens
-    vectors *= jnp.dtype(s.data_dtype).itemsize
+    row, of_mixed = (size * jnp.dtype(x).itemsize for x in (s.residual_dtype, mixed))
+    vectors = s.V * s.P_padded * blocks.tokens * jnp.dtype(s.data_dtype).itemsize
     if op == "forward":
-        return 5 * row + 2 * vectors
-    return 12 * row + 3 * vectors + (4 * size if blocks.keep else 0)
+        return 3 * row + 2 * of_mixed + 2 * vectors
+    return 8 * row + 4 * of_mixed + 3 * vectors + (4 * size if blocks.keep else 0)

@@ -104,6 +104,9 @@ def unsupported(
         # Undoing a write is exact only if it multiplies as the write did. The kernels therefore
         # serve both or neither.
         needed = ("forward", "rebuild")
+    # Mosaic does not compile the other kernels' bfloat16 products of keys with a single entry.
+    if K == 1 and sizes.data_dtype == "bfloat16" and needed[-1] != "forward":
+        return "keys of one entry with bfloat16 data (legal: at least 2)"
     if any(default_block_sizes(each, sizes, N) is None for each in needed):
         return (
             f"K={K}, V={sizes.V}, R={sizes.R}, P={sizes.P}: a tile of tokens does not fit in VMEM"

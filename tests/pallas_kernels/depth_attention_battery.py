@@ -102,6 +102,8 @@ class Battery:
     # Of numbers that are float32's, relative to the largest; of a gradient that should be 0.
     float32: ClassVar[float]
     nothing: ClassVar[float] = 1e-4
+    # The dtype of the gradients that are added to; None for the sources'.
+    accumulator: ClassVar[str | None] = None
     # Of (got, want, case, dtype), and `of`: the largest value that was mixed, where that is not the
     # largest that is wanted.
     near: Callable[..., None]
@@ -140,6 +142,7 @@ class Battery:
         if case.accumulate:
             added = draw(7, *given.sources.shape, dtype=case.dtype)
             added[case.count :] = np.nan
+            added = added.astype(self.accumulator or case.dtype)
 
         as_vectors = functools.partial(vectors, case=case)
         sums = lambda x: per_token(x, case)

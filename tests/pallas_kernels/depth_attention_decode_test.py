@@ -159,3 +159,39 @@ def test_rows_of_a_step_fit_vmem(kind, N, D, dtype, tokens):
     with lowering_for(kind):
         assert mosaic_tpu_decode._tokens(given) == tokens
         assert mosaic_tpu_decode.serves(given) == (tokens is not None)
+
+
+@pytest.mark.parametrize(
+    "kind, D, dtype, tokens",
+    [
+        ("TPU v5 lite", 16384, "bfloat16", 32),
+        ("TPU v4", 7168, "float32", 32),
+        ("TPU v4", 16384, "float32", 16),
+        ("TPU v4", 65536, "bfloat16", None),
+        ("TPU v4", 40960, "float32", 8),
+    ],
+)
+def test_rows_of_a_step_of_phase_two_fit_vmem(kind, D, dtype, tokens):
+    given = jax.eval_shape(lambda: merged((64, D, dtype, "rmsnorm", True)))
+    with lowering_for(kind):
+        assert mosaic_tpu_decode._merge_tokens(given) == tokens
+        refused = mosaic_tpu_decode.unsupported("merge_at", given)
+    assert refused == (f"D={D}: 8 tokens do not fit in VMEM" if tokens is None else None)
+
+
+@pytest.mark.compile
+@pytest.mark.parametrize(
+    "size, dtype", [(22528, "bfloat16"), (26368, "float32"), (45184, "float32")]
+)
+def test_phase_two_of_large_vectors_compiles_for_v4(size, dtype):
+    """The largest in steps of 32, 16 and 8 tokens."""
+    device = topologies.get_topology_desc(platform="tpu", topology_name="v4:2x2x1").devices[0]
+    shapes = jax.eval_shape(lambda: merged((64, size, dtype, "rmsnorm", True)))
+    given = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=SingleDeviceSharding(device)),
+        shapes,
+    )
+    with lowering_for(device.device_kind):
+        run = jax.jit(lambda given: the_op(given, norm="rmsnorm", implementation="mosaic_tpu"))
+        text = run.lower(given).compile().as_text()
+    assert "depth_attention_merge_decode" in text

@@ -20,8 +20,11 @@ from pallas_kernels.depth_attention.interface import (
     MergeCotangents,
     MergeRead,
     Partial,
+    PartialCotangents,
 )
-from pallas_kernels.target import lowering_for
+from pallas_kernels.depth_attention.mosaic_tpu_matrices_kernels import MatricesCall
+from pallas_kernels.key_vector.interface import Statistics
+from pallas_kernels.target import lowering_for, target
 from tests.closeness import assert_close, float64
 from tests.pallas_kernels import plain
 from tests.pallas_kernels.depth_attention_battery import (
@@ -49,10 +52,18 @@ RAGGED = case_of(3, 4, 1, 130, 8, 48, 3, "bfloat16")
 FLOAT = case_of(1, 3, 2, 128, 16, 8, 2, "float32", True, True)
 
 
+# Sizes of a merge and a read, whose forward pass fits, and why the backward pass is refused.
+REFUSED = [
+    (4096, 4, 1024, "a tile of tokens does not fit in VMEM"),
+    (1, 128, 8, "keys of one entry with bfloat16 data"),
+]
+
+
 @pytest.mark.xdist_group("kernels of depth attention over matrices")
 class TestKernels(Battery):
     module = mosaic_tpu_matrices
     float32 = FLOAT32
+    accumulator = "float32"
     nothing = 1e-3
     # Then a prior and an accumulator in float32, with some sources and, by the same program, with
     # none; at night also bfloat16 and more sites than one kernel takes.
@@ -165,6 +176,63 @@ def test_a_read_that_does_not_fit_in_its_dtype_is_plain_jax():
     with lowering_for("TPU v4"):
         *_, z = jax.eval_shape(read, *rows, *of_site, *keys)
     assert (z.shape, z.dtype) == ((2, 256, P, V), jnp.float32)
+
+
+def merge_of(K, V, mixed="bfloat16", tokens=(1, 256)) -> Merge:
+    array = lambda dtype, *shape: jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
+    rows, sums = array(mixed, 2, *tokens, K, V), array("float32", *tokens)
+    current = array("bfloat16", *tokens, K, V)
+    return Merge(array("float32", K, V), rows, sums, array("int32"), current, array("bool"))
+
+
+def test_mixes_in_float32_take_more_vmem():
+    def fits(K, V, mixed):
+        return mosaic_tpu_matrices.unsupported("merge", merge_of(K, V, mixed)) is None
+
+    def as_one(K, V, mixed):
+        """The tokens of a tile, if the backward pass of merge and read is one kernel."""
+        given, keys = merge_of(K, V, mixed), jax.ShapeDtypeStruct((8, K), jnp.float32)
+        call = MatricesCall(0, 1, 1, 256, K * V, "bfloat16", EPSILON, False)
+        options = jnp.bfloat16, "layernorm", 0.0
+        read = mosaic_tpu_merge_read._read("backward", call, given, keys, *options)
+        return read and read.blocks.tokens
+
+    with lowering_for("TPU v5 lite"):
+        assert fits(128, 128, "bfloat16") and not fits(128, 128, "float32")
+        assert as_one(192, 64, "bfloat16") == 128 and as_one(192, 64, "float32") is None
+        assert fits(192, 64, "float32")
+        # A float32 prior counts as two sources.
+        blocks = target().vmem_part(mosaic_tpu_matrices._BUDGET) // (2 * 4096 * 128 * 2)
+        N, S = mosaic_tpu_matrices._parts(14, 4, 4096, jnp.bfloat16)
+        assert N + 2 * S <= blocks < N + 3 * S
+        N, S = mosaic_tpu_matrices._parts(14, 4, 4096, jnp.bfloat16, jnp.float32)
+        assert N + 3 * S <= blocks
+
+
+@pytest.mark.parametrize("K, V, P, why", REFUSED)
+def test_what_is_refused_backward_is_known_before_it_is_traced(K, V, P, why):
+    of_merge, like = merge_of(K, V), jax.ShapeDtypeStruct
+    keys = like((K, V), jnp.float32), like((P, K), jnp.float32)
+    given, statistics = MergeRead(of_merge, *keys), Statistics(like((1, 2, 256), jnp.float32))
+    d_z = like((1, 256, P, V), jnp.bfloat16)
+    cotangents = MergeCotangents(d_z, of_merge.mixed, of_merge.current)
+    ask = mosaic_tpu_merge_read.unsupported
+    with lowering_for("TPU v5 lite"):
+        assert ask("merge_read", given, dtype=jnp.bfloat16) is None
+        assert re.search(why, ask("merge_read_backward", given, statistics, cotangents))
+
+
+def test_gradients_are_added_to_float32():
+    """Of bfloat16 sources; the battery compares their values at night."""
+    array = lambda dtype, *shape: jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
+    S, N, rows, size = 1, 2, (1, 128), (16, 8)
+    sources, sums = array("bfloat16", N, *rows, *size), array("float32", S, *rows)
+    given = Partial(array("float32", S, *size), sources, array("int32"))
+    d_mixed, added = array("bfloat16", S, *rows, *size), array("float32", N, *rows, *size)
+    scored = PartialCotangents(sums, None, d_mixed, added)
+    run = functools.partial(mosaic_tpu_matrices.partial_backward, epsilon=EPSILON, interpret=True)
+    _, d_sources = jax.eval_shape(run, given, scored)
+    assert d_sources.dtype == jnp.bfloat16
 
 
 def test_ops_take_matrices_as_they_take_vectors():

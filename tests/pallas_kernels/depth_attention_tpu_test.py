@@ -22,7 +22,7 @@ from pallas_kernels.depth_attention.interface import MergeCotangents, Partial, P
 from pallas_kernels.depth_attention.mosaic_tpu import BlockSizes
 from pallas_kernels.platform import UnsupportedImplementation
 from pallas_kernels.shapes import Depth
-from pallas_kernels.target import lowering_for
+from pallas_kernels.target import lowering_for, target
 from tests.closeness import float64
 from tests.pallas_kernels import depth_attention_battery as battery
 from tests.pallas_kernels import plain
@@ -38,6 +38,8 @@ from tests.tiers import later
 from tests.tpu import place_on
 
 FLOAT32 = 5e-6
+# Their mixes take more VMEM than their sources.
+MANY_SITES = Depth(24, 2, 2048)
 
 
 # Compiled as one: op by op takes longer.
@@ -77,6 +79,7 @@ def assert_near(got, want, dtype, *, of=None, weights=2.0**-15):
 class TestKernels(Battery):
     module = mosaic_tpu
     float32 = FLOAT32
+    accumulator = "float32"
     # With a prior or without, added to or not, one chunk of sources or two; at night also float32,
     # weights of one piece, no active source, and a single token.
     cases = (
@@ -194,6 +197,21 @@ def test_what_is_not_served():
         jax.eval_shape(mix, query, large, count)
 
 
+def test_a_prior_in_float32_takes_more_vmem():
+    size, given = MANY_SITES, MANY_SITES.partial((512,), prior=True)
+    mixed, log_sums = given.prior
+    as_wide = given._replace(prior=(jax.ShapeDtypeStruct(mixed.shape, "float32"), log_sums))
+
+    def tokens(given):
+        return mosaic_tpu._call_of("partial", given, EPSILON, None, False).blocks.tokens
+
+    with lowering_for("TPU v5 lite"):
+        narrow, wide = map(tokens, (given, as_wide))
+        limit = target().vmem_limit
+    bytes_of = lambda of_prior: 2 * size.D * ((size.N + size.S) * 2 + size.S * of_prior)
+    assert wide < narrow and wide * bytes_of(4) < limit < narrow * bytes_of(4)
+
+
 @pytest.mark.parametrize("op", ["partial", "partial_backward"])
 def test_a_tile_of_few_sources_is_larger(op):
     """If it has as many tokens, and fits."""
@@ -254,6 +272,26 @@ def test_partial_compiles(topology, size, T, dtype):
         # No copy of the sources, nor of a row of them.
         row = T * D * jnp.dtype(dtype).itemsize
         assert compiled.memory_analysis().temp_size_in_bytes < row
+
+
+@pytest.mark.compile
+def test_partial_with_a_prior_in_float32_compiles():
+    given = MANY_SITES.partial((512,), prior=True, array=place_on("v5e:2x2"))
+    mixed, log_sums = given.prior
+    prior = jax.ShapeDtypeStruct(mixed.shape, "float32", sharding=mixed.sharding), log_sums
+    text = compile_partial(given._replace(prior=prior)).as_text()
+    assert re.search("custom-call.*depth_attention_partial", text)
+
+
+def compile_partial(given):
+    S, (N, T, D) = len(given.queries), given.sources.shape
+    sizes = N, S, T, D, given.sources.dtype.name, "float32"
+    with lowering_for("TPU v5 lite"):
+        # As chosen, but unrolled, which takes long to compile.
+        blocks = mosaic_tpu.default_block_sizes("partial", *sizes)
+        blocks = dataclasses.replace(blocks, unroll=1)
+        options = {"epsilon": EPSILON, "block_sizes": blocks}
+        return jax.jit(lambda x: mosaic_tpu.partial(x, **options)).lower(given).compile()
 
 
 @pytest.mark.compile

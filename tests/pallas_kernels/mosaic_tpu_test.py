@@ -302,6 +302,20 @@ def test_unsupported_names_the_reason():
     assert "5000 entries" in reason(SMALL._replace(K=5000))
 
 
+@pytest.mark.parametrize("residual", ["bfloat16", "float32", "int16"])
+def test_keys_of_one_entry_have_no_gradient_in_bfloat16(residual):
+    """Mosaic does not compile it. A write to int16 needs the kernel that undoes it."""
+    one, why = SMALL._replace(K=1), "keys of one entry with bfloat16 data (legal: at least 2)"
+    sizes = {"tokens": (1, 256), "residual": residual}
+    given = one.backward(**sizes, data="bfloat16")
+    assert mosaic_tpu.unsupported("backward", given) == why
+    forward = mosaic_tpu.unsupported("forward", given.site)
+    assert forward == (why if residual == "int16" else None)
+    assert mosaic_tpu.unsupported("backward", one.backward(**sizes, data="float32")) is None
+    two = one._replace(K=2).backward(**sizes, data="bfloat16")
+    assert mosaic_tpu.unsupported("backward", two) is None
+
+
 def test_the_dtype_of_what_is_read_decides_whether_it_fits():
     """Plain JAX reads vectors that do not fit, unless the kernels are asked for by name."""
     X, _, _, *of_read = KeyVector(64, 64, 0, 192).site((1, 256))
