@@ -16,7 +16,7 @@ The costs for S sites, T tokens, N active sources and E bytes per entry are:
 
     op                FLOPs         bytes moved to or from HBM
     partial           4 S N T D     E (N + S) T D
-    partial_backward  8 S N T D     E (2 N + S) T D, and E N T D more to accumulate
+    partial_backward  10 S N T D    E (2 N + S) T D, and E N T D more to accumulate
     merge                           E 3 T D
     merge_backward                  E 6 T D
 
@@ -127,8 +127,8 @@ def partial_backward(
     """Return the gradients of `partial` with respect to queries and sources (see `interface`).
 
     For S sites, N sources and T tokens, and D entries of E bytes per source, the kernel takes
-    `8 S N T D` FLOPs and moves `E (2 N + S) T D` bytes. It moves `E N T D` more to add the sources'
-    gradients to `accumulate`.
+    `10 S N T D` FLOPs and moves `E (2 N + S) T D` bytes. It moves `E N T D` more to add the
+    sources' gradients to `accumulate`.
     """
     queries, sources, count, _ = operands
     log_sums, delta, d_mixed, accumulate = cotangents
@@ -178,7 +178,7 @@ def partial_backward(
         inputs,
         outputs,
         scratch,
-        flops=8 * S * N * T * call.size,
+        flops=10 * S * N * T * call.size,
         interpret=interpret,
         aliased={"accumulate": "d_sources"} if accumulate is not None else {},
     )

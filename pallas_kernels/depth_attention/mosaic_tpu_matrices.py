@@ -18,12 +18,14 @@ The costs for S sites, T tokens, N active sources, E bytes per entry and D = K V
 
     op                FLOPs         bytes moved to or from HBM
     partial           4 S N T D     E (N + S) T D
-    partial_backward  8 S N T D     E (3 N + 2 S) T D, and E N T D more to accumulate
+    partial_backward  10 S N T D    E (3 N + 2 S) T D, and E N T D more to accumulate
     merge                           E 3 T D
     merge_backward                  E 6 T D
 
-The logits are computed on the matrix unit. The remaining computation takes `4 S N T D` operations
-of the vector unit in `partial`, and `8 S N T D` in `partial_backward`.
+The logits and the products with `d_logit` are computed on the matrix unit. The vector unit computes
+the rest: `2 S N T D` operations for the mix in `partial`, and `4 S N T D` for <d_mixed, v> and for
+the sums of weighted `d_mixed` in `partial_backward`. Operations whose number does not depend on S
+come in addition.
 """
 
 import dataclasses
@@ -180,7 +182,7 @@ def partial_backward(
     """Return the gradients of `partial` with respect to queries and sources (see `interface`).
 
     For S sites, N sources and T tokens, and D = K V entries of E bytes per source, the two kernels
-    take `8 S N T D` FLOPs and move `E (3 N + 2 S) T D` bytes. They move `E N T D` more to add the
+    take `10 S N T D` FLOPs and move `E (3 N + 2 S) T D` bytes. They move `E N T D` more to add the
     sources' gradients to `accumulate`.
     """
     queries, sources, count, _ = operands

@@ -100,8 +100,7 @@ def merge_backward(inputs, outputs, scratch, *, call: VectorsCall):
             current = wide("current", lanes)
             product = d_product * current
             d = p * h[:, lanes] + d_product * inputs["query"][:, lanes] - shrink * current
-            if "d_current_in" in inputs:
-                d = d + wide("d_current_in", lanes)
+            d = d + wide("d_current_in", lanes)
             outputs["d_current"][rows, lanes] = d.astype(outputs["d_current"].dtype)
             outputs["d_query"][0, :, lanes] += fold_rows(existing(product, group))
 

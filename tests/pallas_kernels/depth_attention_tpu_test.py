@@ -7,6 +7,7 @@ products' error only.
 """
 
 import dataclasses
+import functools
 import re
 
 import jax
@@ -17,7 +18,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from pallas_kernels import shapes
-from pallas_kernels.depth_attention import mosaic_tpu
+from pallas_kernels.depth_attention import mosaic_tpu, mosaic_tpu_matrices
 from pallas_kernels.depth_attention.interface import MergeCotangents, Partial, PartialCotangents
 from pallas_kernels.depth_attention.mosaic_tpu import BlockSizes
 from pallas_kernels.platform import UnsupportedImplementation
@@ -210,6 +211,27 @@ def test_a_prior_in_float32_takes_more_vmem():
         limit = target().vmem_limit
     bytes_of = lambda of_prior: 2 * size.D * ((size.N + size.S) * 2 + size.S * of_prior)
     assert wide < narrow and wide * bytes_of(4) < limit < narrow * bytes_of(4)
+
+
+def flops_of(function, *given):
+    """The FLOPs that the calls of kernels state."""
+
+    text = str(jax.make_jaxpr(function)(*given))
+    return sum(map(int, re.findall(r"CostEstimate\(flops=(\d+)", text)))
+
+
+@pytest.mark.parametrize("module, size", [(mosaic_tpu, (256,)), (mosaic_tpu_matrices, (16, 16))])
+def test_the_backward_pass_has_five_products(module, size):
+    """Of each site and source: the logits, <d_mixed, v>, two of d_v, and one of d_queries."""
+    S, N, T, D = 2, 3, 256, 256
+    tokens = (T,) if len(size) == 1 else (1, T)
+    array = lambda dtype, *shape: jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
+    sources, mixed = (array("bfloat16", n, *tokens, *size) for n in (N, S))
+    given = Partial(array("float32", S, *size), sources, array("int32"))
+    scored = PartialCotangents(array("float32", S, *tokens), None, mixed, None)
+    for op, args, products in ("partial", (), 2), ("partial_backward", (scored,), 5):
+        found = flops_of(functools.partial(getattr(module, op), epsilon=EPSILON), given, *args)
+        assert found == 2 * products * S * N * T * D
 
 
 @pytest.mark.parametrize("op", ["partial", "partial_backward"])

@@ -314,7 +314,7 @@ SOURCES = {
     ),
     ("tpu", "depth_attention"): (
         1,
-        "66902510008af9bf",
+        "c35ee6ebfe3bdeb9",
         "mosaic_tpu_kernels.py",
         "mosaic_tpu_tiles.py",
         "mosaic_tpu_merge_kernels.py",
