@@ -302,10 +302,10 @@ def _gather(call: SumsCall, count, columns, weights):
 def _tile(op: str, weights: Any, sources: Any) -> int | None:
     """Return the number of tokens per tile, or None if no number fits in VMEM."""
     S, (N, T, D) = len(weights), sources.shape
-    item = sources.dtype.itemsize
-    copies = 2 * N + 2 * S if op == "sums" else 4 * N + 2 * S
-    columns = N * S * LANES * (1 if op == "sums" else 2) + 4 * round_up(N * S, LANES)
-    bytes_per_token = copies * D * item + columns * 4
+    # Tiles are double-buffered. The sums may be wider than the sources.
+    of_sources = (2 if op == "sums" else 4) * N * sources.dtype.itemsize + 2 * S * 4
+    of_weights = (1 if op == "sums" else 2) * N * S * LANES + 4 * round_up(N * S, LANES)
+    bytes_per_token = of_sources * D + of_weights * 4
     fitting = [t for t in _TILES if t * bytes_per_token <= target().vmem_part(_BUDGET)]
     # Prefer an even number of full tiles, which two cores can share.
     even = [t for t in fitting if T % (2 * t) == 0]

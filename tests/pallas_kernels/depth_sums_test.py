@@ -17,7 +17,7 @@ from pallas_kernels.platform import UnsupportedImplementation, interpreting
 from pallas_kernels.target import lowering_for
 from tests.closeness import float64
 from tests.tiers import later
-from tests.tpu import place_on
+from tests.tpu import device_of, place_on
 
 
 def draw(seed, *shape, dtype="float32"):
@@ -153,7 +153,8 @@ def test_kernels_compile(topology, S, N, T, D, dtype):
 
     bank, of_sums = array(dtype, N, T, D), array(dtype, S, T, D)
     args = array("float32", S, N, T), bank, array("int32"), of_sums, bank
-    compiled = jax.jit(run, donate_argnums=4).lower(*args).compile()
+    with lowering_for(device_of(topology).device_kind):
+        compiled = jax.jit(run, donate_argnums=4).lower(*args).compile()
     for name in ("depth_sums", "depth_sums_backward"):
         assert re.search(rf"custom-call.*/{name}/", compiled.as_text()), name
     row = T * D * jnp.dtype(dtype).itemsize
