@@ -10,6 +10,7 @@ _NO_PROGRAMS = (
     "__main__",
     "common",
     "effects",
+    "interrupts",
     "local",
     "members",
     "program",

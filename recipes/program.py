@@ -22,11 +22,13 @@ from typing import Any, NoReturn
 from absl import flags
 
 import rmt_tpu
+from recipes import interrupts
+from recipes.interrupts import INTERRUPTED
 from rmt_tpu import streams
 from rmt_tpu.errors import RmtError, UsageError, shown, unknown
 
-# The exit codes that a shell reports for SIGINT and SIGPIPE.
-INTERRUPTED, BROKEN_PIPE = 130, 141
+# The exit code that a shell reports for SIGPIPE.
+BROKEN_PIPE = 141
 
 # Patterns in absl's error messages about flags, and the clearer texts that replace them.
 _REWORDED = [
@@ -99,13 +101,13 @@ def start(
         flags.FLAGS[operand].value = argv.pop(1)
     if only_printed:
         streams.need_stdout()
-    sys.exit(_main(main, argv))
+    interrupts.leave(_main(main, argv))
 
 
 def start_unparsed(main: Callable[[], int | None]) -> NoReturn:
     """Run a recipe that parses its command line itself; see `start`."""
     _prepare()
-    sys.exit(_main(main, sys.argv[:1]))
+    interrupts.leave(_main(main, sys.argv[:1]))
 
 
 def _prepare() -> None:
@@ -164,7 +166,8 @@ def _main(main: Callable[[], int | None], argv: list[str]) -> int | None:
     try:
         if argv[1:]:
             raise UsageError(f"argument {shown(argv[1])} is not a flag; flags are --name=value")
-        code = _until_pipe_breaks(main)
+        with interrupts.raised():
+            code = _until_pipe_breaks(main)
         if processes := _processes():
             processes.finish()
         return code

@@ -7,6 +7,9 @@ from typing import Any
 
 from rmt_tpu.errors import RunError
 
+# Codes of a terminal: go to the start of the line, erase the line, and show the cursor.
+_END_OF_BAR = "\r\x1b[2K\x1b[?25h"
+
 
 class SafeStream:
     """A text stream that drops text that cannot be written, instead of raising an error.
@@ -112,6 +115,21 @@ def log_line(line: str) -> None:
     """Print one line on standard error immediately; drop the line if it cannot be written."""
     stream = sys.stderr if isinstance(sys.stderr, SafeStream) else SafeStream(sys.stderr)
     print(line, file=stream, flush=True)
+
+
+def log_last_line(line: str) -> None:
+    """Print the last line of a process on standard error; drop the line if it cannot be written.
+
+    On a terminal the line replaces a progress bar, and the cursor that the bar hid appears again.
+    """
+    # While rich shows a bar, it puts a stream of its own in place of standard error, which prints
+    # lines above the bar.
+    stream = getattr(sys.stderr, "rich_proxied_file", None)
+    if stream is None:
+        log_line(line)
+        return
+    is_dumb = os.environ.get("TERM") in ("dumb", "unknown")
+    print("" if is_dumb else _END_OF_BAR, line, sep="", file=SafeStream(stream), flush=True)
 
 
 def flush_stdout() -> None:

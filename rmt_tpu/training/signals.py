@@ -9,8 +9,9 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Iterator
+from typing import Any
 
-from rmt_tpu.streams import flush_stdout, log_line
+from rmt_tpu.streams import flush_stdout, log_last_line
 
 # After each step the processes agree on one of these codes, the highest that any process requests:
 # to go on, to save a checkpoint, or to stop. STOPS maps each code for stopping to its signal.
@@ -56,12 +57,13 @@ def stop_after_step(log: Callable[[str], None]) -> Iterator[Stop]:
     previous = {
         number: signal.getsignal(number) for number in STOPS.values() if _is_handled(number)
     }
-    wakeup = signal.set_wakeup_fd(-1)
+    wakeup = -1
 
     def restore_handlers() -> None:
+        # A handler of `exit_on_signal` has no effect before its thread is told of signals.
+        signal.set_wakeup_fd(wakeup)
         for number, handler in previous.items():
             signal.signal(number, handler)
-        signal.set_wakeup_fd(wakeup)
 
     def on_signal(number: int, frame) -> None:
         stop.wanted = next(key for key, value in STOPS.items() if value == number)
@@ -74,6 +76,8 @@ def stop_after_step(log: Callable[[str], None]) -> Iterator[Stop]:
 
     for number in previous:
         signal.signal(number, on_signal)
+    # Until here a signal still ends the process, so none is lost.
+    wakeup = signal.set_wakeup_fd(-1)
     try:
         yield stop
     finally:
@@ -89,8 +93,7 @@ class ExitNotice:
 
     Attributes:
       ending: the end of the printed line, which states what the run has saved.
-      saved: whether all progress is saved. The exit code is 0 if so, and otherwise 128 + the number
-        of the signal.
+      saved: whether all progress is saved.
     """
 
     def __init__(self):
@@ -104,14 +107,24 @@ class ExitNotice:
         self.ending = f"; step {step} is saved; repeat the command to finish what is left"
         self.saved = True
 
+    def of(self, number: signal.Signals) -> tuple[str, int]:
+        """Return the line and the exit code of a process that a signal ends.
+
+        Shells report such a process with the code 128 + the signal's number. If all progress is
+        saved, the code is 0, except after Ctrl-C.
+        """
+        if number == signal.SIGINT:
+            return f"error: interrupted{self.ending}", 128 + number
+        return f"stopped by {number.name}{self.ending}", 0 if self.saved else 128 + number
+
 
 @contextlib.contextmanager
 def exit_on_signal(end: Callable[[str, int], None]) -> Iterator[ExitNotice]:
     """End the process with a one-line message when a signal arrives in the `with` body.
 
-    All signals except SIGINT act even while XLA compiles. Python would call a handler only after
-    the compiler returns, which may take minutes. Instead a thread reads the pipe to which Python's
-    C handler writes the number of each signal.
+    A signal acts even while XLA compiles. Python would call a handler only after the compiler
+    returns, which may take minutes, and it ignores an exception in some callbacks. Instead a thread
+    reads the pipe to which Python's C handler writes the number of each signal.
 
     Args:
       end: a function of a message and an exit code that ends the process. The thread calls it.
@@ -120,12 +133,13 @@ def exit_on_signal(end: Callable[[str, int], None]) -> Iterator[ExitNotice]:
       The message and exit code, which the body may change.
 
     Raises:
-      KeyboardInterrupt: Ctrl-C was pressed; the exception has the message.
+      KeyboardInterrupt: the body raised it; the exception has the message.
     """
     notice = ExitNotice()
     main = threading.current_thread() is threading.main_thread()
-    numbers = set(STOPS.values()) - {signal.SIGINT}
-    previous = [number for number in numbers if signal.getsignal(number) is signal.SIG_DFL]
+    handlers = {number: signal.getsignal(number) for number in STOPS.values()}
+    defaults = (signal.SIG_DFL, signal.default_int_handler)
+    previous = {number: handler for number, handler in handlers.items() if handler in defaults}
     with _interrupted(notice):
         if not main or not previous:
             yield notice
@@ -144,31 +158,28 @@ def _interrupted(notice: ExitNotice) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _terminated(
-    notice: ExitNotice, end: Callable[[str, int], None], numbers: list[signal.Signals]
+    notice: ExitNotice, end: Callable[[str, int], None], previous: dict[signal.Signals, Any]
 ) -> Iterator[None]:
     read_end, write_end = os.pipe()
     os.set_blocking(write_end, False)
 
     def wait() -> None:
         while number := os.read(read_end, 1):
-            if number[0] in numbers:
-                name = signal.Signals(number[0]).name
-                # Shells report a process that a signal ended with the code 128 + the signal's
-                # number.
-                code = 0 if notice.saved else 128 + number[0]
-                end(f"stopped by {name}{notice.ending}", code)
+            if number[0] in previous:
+                end(*notice.of(signal.Signals(number[0])))
 
     thread = threading.Thread(target=wait, name="signals", daemon=True)
     thread.start()
-    for number in numbers:
-        signal.signal(number, lambda number, frame: None)
+    # At no time may a signal arrive that neither the thread nor a handler would act on.
     wakeup = signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
+    for number in previous:
+        signal.signal(number, lambda number, frame: None)
     try:
         yield
     finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
         signal.set_wakeup_fd(wakeup)
-        for number in numbers:
-            signal.signal(number, signal.SIG_DFL)
         os.close(write_end)
         thread.join()
         os.close(read_end)
@@ -181,5 +192,5 @@ def end_process(line: str, code: int) -> None:
     may call it.
     """
     flush_stdout()
-    log_line(line)
+    log_last_line(line)
     os._exit(code)

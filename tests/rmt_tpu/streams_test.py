@@ -75,6 +75,25 @@ def test_a_signal_ends_the_process_by_its_code(stream, monkeypatch):
     assert codes == [143]
 
 
+@pytest.mark.parametrize("term", ["xterm", "dumb"])
+def test_the_last_line_stands_in_the_place_of_a_bar(monkeypatch, term):
+    class Terminal(io.StringIO):
+        def isatty(self):
+            return True
+
+    terminal = Terminal()
+    monkeypatch.setenv("TERM", term)
+    monkeypatch.setattr(sys, "stderr", terminal)
+    with progress.ProgressDisplay("training", 2):
+        streams.log_last_line("stopped")
+    before = "" if term == "dumb" else "\r\x1b[2K\x1b[?25h"
+    assert f"{before}stopped\n" in terminal.getvalue()
+    assert ("\x1b[?25hstopped" in terminal.getvalue()) == (term != "dumb")
+    terminal.truncate(0)
+    streams.log_last_line("stopped")
+    assert terminal.getvalue().strip("\0") == "stopped\n"
+
+
 def test_a_program_that_only_prints_fails_where_it_cannot(monkeypatch, capsys):
     for error, code in ((OSError(28, "No space left"), 1), (BrokenPipeError(), 141)):
         monkeypatch.setattr(sys, "stdout", streams.SafeStream(Broken(error)))

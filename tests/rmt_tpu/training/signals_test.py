@@ -16,6 +16,7 @@ def end(line, code):
     signals.end_process(line, code)
 
 signal.signal(signal.SIGHUP, signal.SIG_DFL)  # whoever runs the tests may have used nohup
+signal.signal(signal.SIGINT, signal.default_int_handler)  # or the background of a shell
 with signals.exit_on_signal(end) as notice:
     {inside}
 assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
@@ -38,6 +39,14 @@ IN_A_STEP = """
         time.sleep(0)
         assert signals.STOPS[stop.wanted] == signal.SIGTERM
 """
+TWICE_IN_A_STEP = """
+    with signals.stop_after_step(print) as stop:
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(0)
+        assert signals.STOPS[stop.wanted] == signal.SIGINT
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(600)
+"""
 
 
 def run(inside):
@@ -53,6 +62,40 @@ def test_sigterm_while_no_step_is_under_way_is_one_line():
     done = run(DEAF.format(name="SIGTERM"))
     assert done.returncode == 128 + signal.SIGTERM, done.stderr
     assert done.stderr.count("\n") == 1 and "stopped by SIGTERM at once" in done.stderr
+
+
+def test_ctrl_c_while_no_step_is_under_way_is_one_line():
+    done = run(DEAF.format(name="SIGINT"))
+    assert done.returncode == 128 + signal.SIGINT, done.stderr
+    line = "error: interrupted at once, without a checkpoint; repeat the command to resume"
+    assert done.stderr.count("\n") == 1 and done.stderr.startswith(line)
+
+
+def test_ctrl_c_after_the_last_save_is_not_the_end_of_a_complete_run():
+    done = run(AFTER_THE_LAST_SAVE.format(name="SIGINT"))
+    assert done.returncode == 128 + signal.SIGINT, done.stderr
+    line = "error: interrupted; step 400 is saved; repeat the command to finish what is left\n"
+    assert done.stderr == line
+
+
+def test_a_second_ctrl_c_in_a_step_ends_the_run_at_once():
+    done = run(TWICE_IN_A_STEP)
+    assert done.returncode == 128 + signal.SIGINT, done.stderr
+    assert done.stdout.startswith("stopping after this step") and done.stdout.count("\n") == 1
+    assert done.stderr.startswith("error: interrupted at once") and done.stderr.count("\n") == 1
+
+
+def test_a_handler_of_ctrl_c_is_given_back():
+    before = signal.getsignal(signal.SIGINT)
+    try:
+        for handler in (signal.default_int_handler, signal.SIG_IGN):
+            signal.signal(signal.SIGINT, handler)
+            with signals.exit_on_signal(pytest.fail):
+                is_replaced = signal.getsignal(signal.SIGINT) is not handler
+                assert is_replaced == (handler is signal.default_int_handler)
+            assert signal.getsignal(signal.SIGINT) is handler
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 @pytest.mark.parametrize("name", ["SIGHUP", "SIGUSR2"])
