@@ -48,6 +48,7 @@ def main() -> int:
     shared = common.base_config(names[0], None)
     with flag_errors("workdir"):
         folder = open_folder(_WORKDIR.value)
+        folder.check()
     configs = {}
     for name in names:
         own = common.base_config(name, None)

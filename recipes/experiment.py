@@ -22,6 +22,7 @@ import dataclasses
 import datetime
 import fnmatch
 import json
+import os
 import shlex
 import subprocess
 import sys
@@ -80,7 +81,9 @@ def main() -> int:
         raise UsageError(f"an experiment is needed; legal: {', '.join(catalog.EXPERIMENTS)}")
     experiment = catalog.experiment(_NAME.value)
     with flag_errors("workdir"):
-        folder = open_folder(_WORKDIR.value).child(_SCALE.value)
+        workdir = open_folder(_WORKDIR.value)
+        workdir.check()
+    folder = workdir.child(_SCALE.value)
     # Report missing task data before anything is trained.
     _tasks(experiment)
     if experiment.plan is not None:
@@ -262,7 +265,7 @@ def _outcomes_file(path: str) -> tuple[Folder, str]:
     with flag_errors("outcomes"):
         folder = open_folder(path.removesuffix(name) or ".")
     local = folder.local_path
-    if not name or (local is not None and (local / name).is_dir()):
+    if not name or (local is not None and os.path.isdir(local / name)):
         raise UsageError(f"--outcomes={path} is a folder; legal: a new or existing file")
     with flag_errors("outcomes"):
         folder.check(write=True)

@@ -101,7 +101,7 @@ def stored_config_within(folder: Folder) -> Callable[[str], RunConfig | None]:
     """
 
     def stored_config(name: str) -> RunConfig | None:
-        if folder.local_path is not None and not folder.local_path.exists():
+        if folder.local_path is not None and not os.path.exists(folder.local_path):
             return None
         from rmt_tpu.runs import workdir
 

@@ -79,6 +79,7 @@ def main() -> int:
     """Train the trials of --sweep, or check --coordinates, and return the exit code."""
     with flag_errors("workdir"):
         folder = open_folder(_WORKDIR.value)
+        folder.check()
     config = common.run_config(_base_run(folder))
     variants = _variants(config)
     seeds = several.seeds()

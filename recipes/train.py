@@ -13,6 +13,7 @@ It contains config.json, metrics.jsonl, checkpoints/, plots/loss.png, samples.tx
 - tensorboard/: the values for TensorBoard, if tensorboardX is installed.
 """
 
+import os
 import threading
 
 from absl import flags
@@ -164,7 +165,7 @@ def _stored_config(name: str) -> RunConfig | None:
     See `common.selected_config`. The function does not import jax if the folder contains no run.
     """
     folder = _folder(name)
-    if folder.local_path is not None and not (folder.local_path / "config.json").exists():
+    if folder.local_path is not None and not os.path.exists(folder.local_path / "config.json"):
         return None
     from rmt_tpu.runs.workdir import warm_started_config
 

@@ -9,8 +9,8 @@ import sys
 from absl import flags
 
 import sharding
-from rmt_tpu.errors import UsageError
-from rmt_tpu.storage import Folder
+from rmt_tpu.errors import UsageError, flag_errors
+from rmt_tpu.storage import Folder, open_folder
 
 # The flags defined here count as flags of the recipe that calls these functions, so that its --help
 # lists them.
@@ -48,6 +48,8 @@ def source() -> str:
     if init_from is not None:
         from rmt_tpu.hub.models import describe
 
+        with flag_errors("init_from"):
+            open_folder(init_from).check()
         try:
             describe(init_from)
         except UsageError as error:

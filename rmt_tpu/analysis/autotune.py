@@ -7,6 +7,7 @@ written to a table, from which programs read their block sizes.
 import contextlib
 import dataclasses
 import json
+import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -172,7 +173,7 @@ def check_table(out: str) -> None:
     """
     folder, name = open_parent(out)
     local = folder.local_path
-    if not name or (local is not None and (local / name).is_dir()):
+    if not name or (local is not None and os.path.isdir(local / name)):
         raise UsageError(f"{out} is a folder; legal: the path of a JSON file")
     folder.check(write=True)
     try:

@@ -41,6 +41,7 @@ def dry_run(
       UsageError, MeshError: `train` would refuse the run. A changed freeze that is over is not
         found, because this needs the state in a checkpoint.
     """
+    workdir.check_access(folder)
     resumed = kept_values(config, folder)
     may_keep = config.model.remat == "auto" and "model.remat" not in resumed
     config = resolve_auto(config, resumed, Devices.here())

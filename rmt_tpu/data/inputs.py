@@ -1,6 +1,7 @@
 """The input files of a text source, on any file system, and functions that read their bytes."""
 
 import contextlib
+import errno
 import glob
 import gzip
 import hashlib
@@ -58,8 +59,8 @@ class Problem(Exception):
     """An error in an input file, which `usage_errors` turns into a UsageError about a flag."""
 
 
-class _NoFile(Problem):
-    """The error for a name or glob that matches no file."""
+class NoFile(Problem):
+    """The error for a name or glob that matches no file or cannot be the name of one."""
 
 
 @contextlib.contextmanager
@@ -275,7 +276,7 @@ def _first(pieces: list[str]) -> tuple[list[Span], int]:
     for count in range(1, len(pieces) + 1):
         try:
             return _matches(",".join(pieces[:count]).strip()), count
-        except _NoFile as problem:
+        except NoFile as problem:
             none = none or problem
     raise none
 
@@ -291,12 +292,29 @@ def _matches(pattern: str) -> list[Span]:
         globs = " or ".join(repr(os.path.join(pattern, "**", f"*{s}")) for s in SUFFIXES[:2])
         raise Problem(f"{pattern!r} is a folder; legal: the files in it, such as {globs}")
     # Check the exact name before globbing, because a file name may contain brackets.
-    if os.path.exists(path):
+    if _is_there(path):
         return [whole_span(path)]
     paths = sorted(p for p in glob.glob(path, recursive=True) if os.path.isfile(p))
     if not paths:
         raise _no_file(pattern)
     return [whole_span(path) for path in paths]
+
+
+def _is_there(path: str) -> bool:
+    """Return whether there is anything at a path on a file system.
+
+    Raises:
+      Problem: that is unknown, for example because one may not enter the folder.
+    """
+    try:
+        os.stat(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except OSError as error:
+        problem = f"{path!r} cannot be read: {error.strerror}; legal: complete, readable files"
+        # Names that have been joined by commas may be too long, though each of them is not.
+        raise (NoFile if error.errno == errno.ENAMETOOLONG else Problem)(problem) from None
+    return True
 
 
 def _in_bucket(pattern: str) -> list[Span]:
@@ -323,9 +341,9 @@ def _at_address(pattern: str) -> list[Span]:
     return [Span(address, 0, size, (size, version)) for address, size, version in found]
 
 
-def _no_file(pattern: str) -> _NoFile:
+def _no_file(pattern: str) -> NoFile:
     named = repr(pattern) if pattern.strip() else "an empty item next to a comma"
-    return _NoFile(
+    return NoFile(
         f"{named} matches no file; legal: {STDLIB!r} alone, or existing paths and globs of "
         f"{', '.join(SUFFIXES)}, separated by commas"
     )

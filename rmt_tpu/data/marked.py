@@ -6,6 +6,7 @@ stored number. `Windows` removes the bit and gives such a target the weight 0.
 """
 
 import json
+import os
 from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import groupby
@@ -17,7 +18,7 @@ from jaxtyping import Bool, Int32, Integer
 from rmt_tpu.data.chat import FIXED_DATE, ChatTemplate, read_template, without_absent_fields
 from rmt_tpu.data.inputs import Problem
 from rmt_tpu.data.tokenizer import BYTE, Tokenizer
-from rmt_tpu.errors import UsageError
+from rmt_tpu.errors import UsageError, about_flag
 from rmt_tpu.storage import Folder, open_folder
 
 # The bit that marks a token as excluded from the loss when it is the target.
@@ -256,9 +257,10 @@ def find_template(kind: str, tokenizer: Tokenizer, file: str, flag: str) -> Chat
     if kind != "messages":
         return None
     folder = _folder_of(tokenizer)
-    template = folder and read_template(folder, tokenizer, file=file or None)
-    if template is None and file:
-        template = ChatTemplate.from_file(file, tokenizer)
+    with about_flag("chat_template", file or "\0"):
+        template = folder and read_template(folder, tokenizer, file=file or None)
+        if template is None and file:
+            template = ChatTemplate.from_file(file, tokenizer)
     if template is None:
         raise UsageError(
             f"--{flag}=messages: the tokenizer {tokenizer.name} has no chat template; legal: a "
@@ -275,4 +277,4 @@ def _folder_of(tokenizer: Tokenizer) -> Folder | None:
         return None
     folder = open_folder(tokenizer.name)
     local = folder.local_path
-    return open_folder(local.parent) if local is not None and local.is_file() else folder
+    return open_folder(local.parent) if local is not None and os.path.isfile(local) else folder

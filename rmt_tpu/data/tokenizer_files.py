@@ -2,6 +2,8 @@
 
 import contextlib
 import json
+import os
+import stat
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -40,9 +42,10 @@ def load_tokenizer(spec: str) -> Tokenizer:
         if spec.startswith("gs://"):
             return _from_folder(spec, spec)
         path = Path(spec).expanduser()
-        if path.is_file():
+        mode = _mode(path)
+        if stat.S_ISREG(mode):
             return _from_file(spec, path)
-        if path.is_dir():
+        if stat.S_ISDIR(mode):
             return _from_local_folder(spec, path)
     legal = [BYTE, f"a folder with {' and '.join(GPT2_FILES)}", f"the path of a {FILE}"]
     raise UsageError(unknown("--tokenizer", spec, legal))
@@ -55,7 +58,7 @@ def is_there(spec: str) -> bool:
     if spec.startswith("gs://"):
         with flag_errors("tokenizer"):
             return bool(open_folder(spec).names())
-    return Path(spec).expanduser().exists()
+    return os.path.exists(Path(spec).expanduser())
 
 
 def spec_of_folder(folder: Location) -> str:
@@ -91,9 +94,24 @@ def _named(location: str) -> Iterator[None]:
         raise UsageError(f"{location}: {problem}") from None
 
 
+def _mode(path: Path) -> int:
+    """Return the mode of a file or folder; 0 if there is nothing at the path.
+
+    Raises:
+      Unusable: it is unknown whether there is anything.
+    """
+    try:
+        return os.stat(path).st_mode
+    except (FileNotFoundError, NotADirectoryError):
+        return 0
+    except OSError as error:
+        raise _unreadable(error) from None
+
+
 def _from_folder(spec: str, location: Location) -> Tokenizer:
     with flag_errors("tokenizer"):
         folder = open_folder(location)
+        folder.check()
         found = folder.read(FILE)
     if found is not None:
         return _from_json(spec, found.data)
@@ -108,9 +126,9 @@ def _from_folder(spec: str, location: Location) -> Tokenizer:
 
 
 def _from_local_folder(spec: str, folder: Path) -> Tokenizer:
-    if all((folder / name).is_file() for name in GPT2_FILES):
+    if all(os.path.isfile(folder / name) for name in GPT2_FILES):
         return BpeTokenizer.from_gpt2_files(spec, *(folder / name for name in GPT2_FILES))
-    if (folder / FILE).is_file():
+    if os.path.isfile(folder / FILE):
         return _from_file(spec, folder / FILE)
     return _from_folder(spec, folder)
 
@@ -134,4 +152,5 @@ def _from_json(name: str, content: bytes) -> Tokenizer:
 
 
 def _unreadable(error: Exception) -> Unusable:
-    return Unusable(f"the tokenizer cannot be read ({error}); legal: a {FILE}")
+    why = getattr(error, "strerror", None) or error
+    return Unusable(f"the tokenizer cannot be read ({why}); legal: a {FILE}")

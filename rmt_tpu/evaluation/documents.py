@@ -11,7 +11,7 @@ import numpy as np
 
 from rmt_tpu import data
 from rmt_tpu.data.corpus import objects
-from rmt_tpu.data.inputs import Problem, digest_of, files, usage_errors
+from rmt_tpu.data.inputs import NoFile, Problem, digest_of, files, usage_errors
 from rmt_tpu.errors import RunError, UsageError, one_line, unknown
 from rmt_tpu.evaluation.metrics import Metric
 from rmt_tpu.evaluation.scorer import Answer, Request
@@ -99,14 +99,14 @@ def available_tasks(names: Iterable[str], data_dir: str, flag: str = "data_dir")
     If `data_dir` is "hub", it means the Hugging Face hub, which has data for all tasks.
 
     Raises:
-      UsageError: the folder has data for none of the tasks.
+      UsageError: the folder has data for none of the tasks, or cannot be read.
     """
     names = list(names)
     if data_dir == HUB:
         return names
     available = []
     for task in find_tasks(names):
-        with contextlib.suppress(Problem):
+        with usage_errors(flag, data_dir), contextlib.suppress(NoFile):
             _find(task, data_dir)
             available.append(task.name)
     if not available:
@@ -120,9 +120,9 @@ def available_tasks(names: Iterable[str], data_dir: str, flag: str = "data_dir")
 def _find(task: Task, data_dir: str):
     base = f"{data_dir.rstrip('/')}/{task.name}.jsonl"
     for ending in _ENDINGS:
-        with contextlib.suppress(Problem):
+        with contextlib.suppress(NoFile):
             return files(base + ending)[0]
-    raise Problem(
+    raise NoFile(
         f"the folder has no {task.name}.jsonl (.gz or .zst); legal: a folder with this file, or "
         f"{HUB}"
     )

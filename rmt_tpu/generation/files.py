@@ -2,12 +2,13 @@
 
 import dataclasses
 import json
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from rmt_tpu.errors import UsageError, shown
 from rmt_tpu.generation.sampling import Sampling
-from rmt_tpu.storage import Folder, open_parent
+from rmt_tpu.storage import Fault, Folder, Found, open_parent
 
 # The beginning of each line of an `Output`, which is all that an interrupted line may have.
 _BEGINNING = '{"number": '
@@ -21,10 +22,11 @@ def read_prompts(location: str) -> list[str]:
     training text, a byte order mark and the blank lines of a .jsonl file are skipped.
 
     Raises:
-      UsageError: the file does not exist or is not UTF-8, or a line of a .jsonl file has no prompt.
+      UsageError: the file does not exist, cannot be read or is not UTF-8, or a line of a .jsonl
+        file has no prompt.
     """
     folder, name = _split(location)
-    file = folder.read(name, limit=2**30)
+    file = _read(folder, name, location, limit=2**30)
     if file is None:
         raise UsageError(f"{location} does not exist; legal: a file with prompts")
     try:
@@ -68,7 +70,7 @@ class Output:
         self.location = location
         self._folder, self._name = _split(location)
         self._folder.check(write=True)
-        file = self._folder.read(self._name, limit=2**32)
+        file = _read(self._folder, self._name, location, limit=2**32)
         text = file.data.decode(errors="replace") if file else ""
         # If an interrupted run left an incomplete last line, the next line must begin on a new
         # line.
@@ -193,6 +195,15 @@ def _is_interrupted(line: str) -> bool:
 def _is_index(value: object) -> bool:
     """Return whether a JSON value is an integer of at least 0, which True and False are not."""
     return type(value) is int and value >= 0
+
+
+def _read(folder: Folder, name: str, location: str, limit: int) -> Found | None:
+    """Read a file; a UsageError says that the file at `location` cannot be read."""
+    try:
+        return folder.read(name, limit=limit)
+    except Fault as fault:
+        reason = str(fault).removeprefix(f"{os.path.join(folder.url, name)}: ")
+        raise UsageError(f"{location} cannot be read: {reason}") from None
 
 
 def _lines(text: str) -> list[str]:

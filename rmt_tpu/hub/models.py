@@ -73,13 +73,12 @@ class Description(NamedTuple):
 
 
 def is_hub(location: Location) -> bool:
-    """Return whether a folder contains a hub model; False if a bucket cannot be read."""
+    """Return whether a folder contains a hub model; False if the folder cannot be read."""
     folder = open_folder(location)
-    if folder.local_path is None:
-        try:
-            folder.check()
-        except UsageError:
-            return False
+    try:
+        folder.check()
+    except UsageError:
+        return False
     return "model_type" in (values_in(folder, CONFIG) or {})
 
 

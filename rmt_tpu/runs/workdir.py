@@ -430,6 +430,6 @@ def check_workdir(
     there = folder.local_path
     while there is not None and not os.path.lexists(there):
         there = there.parent
-    if there is not None and not (there.is_dir() and os.access(there, os.W_OK | os.X_OK)):
-        why = "is not writable" if there.is_dir() else "is not a folder"
+    if there is not None and not (os.path.isdir(there) and os.access(there, os.W_OK | os.X_OK)):
+        why = "is not writable" if os.path.isdir(there) else "is not a folder"
         raise UsageError(f"--workdir={folder} cannot be written to: {there} {why}")

@@ -61,20 +61,34 @@ class LocalFolder(Folder):
                 probe = self.local_path / f".write_probe-{uuid.uuid4().hex[:8]}"
                 probe.write_bytes(b"")
                 probe.unlink()
-            elif self.local_path.exists():
-                os.listdir(self.local_path)
+            else:
+                self._list_if_there()
         except OSError as error:
             what = "written to" if write else "read"
             why = error.strerror
             # In the message, name the existing folder in which nothing can be created, such as
             # /proc.
             if write and isinstance(error, FileNotFoundError):
-                there = next(path for path in self.local_path.parents if path.exists())
+                there = next(path for path in self.local_path.parents if os.path.exists(path))
                 why = f"{there} does not allow new folders or files"
             for path in (self.local_path, *self.local_path.parents):
-                if path.is_symlink() and not path.exists():
+                # For a path that cannot be accessed, functions of `os.path` return False, and
+                # methods of `Path` raise an error.
+                if os.path.islink(path) and not os.path.exists(path):
                     why = f"{path} is a broken link"
             raise UsageError(f"{self.url} cannot be {what}: {why}") from None
+
+    def _list_if_there(self) -> None:
+        """List the folder, unless it does not exist.
+
+        Raises:
+          OSError: the folder cannot be listed, or it is unknown whether it exists.
+        """
+        try:
+            os.stat(self.local_path)
+        except (FileNotFoundError, NotADirectoryError):
+            return
+        os.listdir(self.local_path)
 
     def kvstore(self) -> dict[str, Any]:
         """Return the spec of tensorstore's `file` driver."""

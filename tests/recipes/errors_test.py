@@ -8,6 +8,8 @@ import pytest
 from tests import cli
 
 LONG = "x" * 600
+# The name of no file. It also stands for a place that a user may not look at.
+NAME = "n" * 256
 
 
 pytestmark = pytest.mark.xdist_group("recipes")
@@ -68,6 +70,13 @@ TRAIN = {
         ["--seq_len=40", "at most 32", "max_length=40", "alibi"],
     ),
     "workdir": (["--workdir={files}/short.txt/run"], ["--workdir=", "is not a folder"]),
+    "long workdir": ([f"--workdir={NAME}"], [f"--workdir={NAME} cannot be read: File name too lo"]),
+    "long dry run": (["--dry_run", f"--workdir={NAME}"], [f"--workdir={NAME} cannot be read: F"]),
+    "long origin": ([f"--init_from={NAME}"], [f"--init_from={NAME} cannot be read: File name too"]),
+    "long tokenizer": (
+        [f"--tokenizer={NAME}"],
+        [f"--tokenizer='{NAME}': the tokenizer cannot be read (File name too long); legal: "],
+    ),
     "no config": (["--config={files}/nothing.json"], ["--config=", "No such file"]),
     "not JSON": (["--config={files}/config.txt"], ["--config=", "config.txt is not JSON"]),
     "no object": (["--config={files}/list.json"], ["--config=", "list.json", "object"]),
@@ -84,6 +93,16 @@ GENERATE = {
         ["--workdir=a and --init_from=b both set the model; give one"],
     ),
     "no run": (["--workdir={files}"], ["--workdir=", "holds no run", "config.json"]),
+    "long workdir": ([f"--workdir={NAME}"], [f"--workdir={NAME} cannot be read: File name too lo"]),
+    "long origin": ([f"--init_from={NAME}"], [f"--init_from={NAME} cannot be read: File name too"]),
+    "long prompts": (
+        ["--workdir={run}", f"--prompts={NAME}", "--output={files}/answers.jsonl"],
+        [f"--prompts={NAME} cannot be read: File name too long"],
+    ),
+    "long output": (
+        ["--workdir={run}", "--prompts={files}/short.txt", f"--output={NAME}"],
+        [f"--output={NAME} cannot be read: File name too long"],
+    ),
     "no step": (
         ["--workdir={run}", "--step=7"],
         ["--step=7 is not a checkpoint", "available: 20, 40, 48"],
@@ -101,9 +120,22 @@ COMPARE = {
     "unknown": (["--presets=rmt-tiny,gpt2-tinny"], ["'gpt2-tinny'", "did you mean 'gpt2-tiny'"]),
 }
 
+OTHERS = {
+    "compare": (["--presets=rmt-tiny", f"--workdir={NAME}"], ["--workdir=nnn", "cannot be read"]),
+    "sweep": (
+        ["--sweep=train.steps=1,2", f"--workdir={NAME}"],
+        ["--workdir=nnn", "cannot be read: File name too long"],
+    ),
+    "experiment": (["rmt-scaling", f"--workdir={NAME}"], [f"--workdir={NAME} cannot be read"]),
+    "evaluate": ([f"--workdir={NAME}", "--text=stdlib"], [f"--workdir={NAME} cannot be read"]),
+    "serve": ([f"--workdir={NAME}"], [f"--workdir={NAME} cannot be read"]),
+}
+
 # One of each kind; what refuses the others is shown by tests of its own, without a program.
 NOW = [f"train: {name}" for name in ("preset", "unknown flag", "type", "choice", "csv", "mesh")]
 NOW += [f"train: {name}" for name in ("accumulate", "workdir", "not JSON")]
+NOW += [f"train: long {name}" for name in ("workdir", "dry run", "origin", "tokenizer")]
+NOW += [f"generate: long {name}" for name in ("workdir", "origin", "prompts", "output")]
 NOW += [f"generate: {name}" for name in ("no run", "no step", "prompt", "top_p")]
 NOW += ["compare: unknown"]
 CASES = [
@@ -118,6 +150,9 @@ CASES = [
         ("compare", COMPARE),
     ]
     for name, (flags, pieces) in cases.items()
+]
+CASES += [
+    pytest.param(recipe, *case, id=f"{recipe}: long workdir") for recipe, case in OTHERS.items()
 ]
 
 

@@ -38,6 +38,15 @@ def test_a_name_may_have_commas(here):
     assert "'a' has an unknown suffix" in refusal("a,b.txt")
 
 
+def test_a_name_that_cannot_be_looked_up_is_told(here):
+    """It may be too long, and then the names after its comma are not taken as a part of it."""
+    long = "a" * 200
+    assert f"'{long * 2}.txt' cannot be read: File name too long" in refusal(f"{long * 2}.txt")
+    assert f"'{long}' matches no file" in refusal(f"{long},{long}.txt")
+    (here / "loop.txt").symlink_to("loop.txt")
+    assert "'loop.txt' cannot be read: Too many levels of symbolic links" in refusal("loop.txt")
+
+
 def test_a_pipe_is_refused_at_once(here):
     os.mkfifo("x.txt")
     assert "'x.txt' is not a regular file" in refusal("x.txt")

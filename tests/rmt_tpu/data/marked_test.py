@@ -346,6 +346,8 @@ def test_sources_and_templates_that_do_not_fit(tmp_path):
     (tmp_path / "damaged").write_text("{% for %}")
     with pytest.raises(UsageError, match="damaged"):  # before a document is read
         find_template("messages", BYTE, f"{tmp_path}/damaged", "format")
+    with pytest.raises(UsageError, match="^--chat_template: a{300} cannot be read: File name too"):
+        find_template("messages", BYTE, "a" * 300, "format")
     refuses = ChatTemplate("{{ raise_exception('no') }}", BYTE)
     source = write(tmp_path / "b.jsonl", conversations(1))
     with pytest.raises(UsageError, match="cannot be rendered: the chat template refuses"):

@@ -7,6 +7,7 @@ import tokenizers
 from tokenizers import models
 
 from rmt_tpu.data import load_saved, load_tokenizer
+from rmt_tpu.data.tokenizer_files import is_there
 from rmt_tpu.errors import UsageError
 
 END = "<|endoftext|>"
@@ -37,6 +38,17 @@ def test_a_damaged_file_is_named_by_what_a_person_gave(tmp_path, content, said):
     for spec in file, tmp_path:
         assert refusal(load_tokenizer, str(spec)).startswith(f"--tokenizer={str(spec)!r}: {said}")
     assert refusal(load_saved, tmp_path).startswith(f"{str(file)!r}: {said}")
+
+
+def test_a_place_that_cannot_be_looked_up_is_told(tmp_path):
+    """A name that is too long stands for a folder that this user may not enter."""
+    long = f"{tmp_path}/{'a' * 300}"
+    for spec in long, f"{long}/tokenizer.json":
+        assert refusal(load_tokenizer, spec) == (
+            f"--tokenizer={spec!r}: the tokenizer cannot be read (File name too long); legal: a "
+            "tokenizer.json"
+        )
+        assert not is_there(spec)
 
 
 def test_a_file_without_a_bos_in_a_folder_of_a_run_is_named(tmp_path):

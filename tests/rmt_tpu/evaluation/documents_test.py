@@ -14,6 +14,7 @@ from rmt_tpu.evaluation.documents import (
     Source,
     Total,
     ask,
+    available_tasks,
     find_tasks,
     metrics,
     read_task,
@@ -116,6 +117,18 @@ def test_data_that_is_not_there(tmp_path):
         find_tasks(["arc_esay"])
     with pytest.raises(UsageError, match="repeats a name"):
         find_tasks(["piqa", "piqa"])
+
+
+def test_a_folder_that_cannot_be_looked_up_is_told(tmp_path):
+    """A link to itself stands for a folder that this user may not enter."""
+    (tmp_path / "loop").symlink_to("loop")
+    folder = str(tmp_path / "loop")
+    for read in (
+        lambda: read_task(TASKS["piqa"], folder),
+        lambda: available_tasks(["piqa"], folder),
+    ):
+        with pytest.raises(UsageError, match="'.*/piqa.jsonl' cannot be read: Too many levels of"):
+            read()
 
 
 def test_compressed_data_is_the_same_documents_with_a_digest_of_its_own(tmp_path):

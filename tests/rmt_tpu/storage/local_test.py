@@ -43,6 +43,20 @@ def test_a_link_to_nowhere_is_told(tmp_path):
             open_folder(folder).check(write=True)
 
 
+@pytest.mark.parametrize("write", [False, True])
+def test_a_folder_that_cannot_be_looked_up_is_told(tmp_path, write):
+    """A name that is too long stands for a folder that this user may not enter."""
+    name = f"{tmp_path}/{'a' * 300}"
+    what = "written to" if write else "read"
+    for url in (name, f"{name}/run"):
+        with pytest.raises(UsageError, match=f"^{url} cannot be {what}: File name too long$"):
+            open_folder(url).check(write=write)
+    (tmp_path / "file").touch()
+    open_folder(tmp_path / "file/run").check()
+    with pytest.raises(UsageError, match="file cannot be read: Not a directory$"):
+        open_folder(tmp_path / "file").check()
+
+
 def test_a_relative_folder_stays_where_it_was_opened(tmp_path, monkeypatch):
     for name in ("one", "other"):
         (tmp_path / name).mkdir()
