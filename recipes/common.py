@@ -259,9 +259,10 @@ def assigned() -> dict[str, Any]:
     """Return the values of --set, keyed by config path.
 
     Raises:
-      UsageError: an assignment does not have the form path=value.
+      UsageError: an assignment does not have the form path=value, or two of them give a path
+        different values.
     """
-    return dict(overrides.parse_assignment(text) for text in flags.FLAGS.set)
+    return overrides.parse_assignments(flags.FLAGS.set)
 
 
 def preset_changes(preset: str, presets: list[str], assignments: list[str]) -> dict[str, Any]:
@@ -289,9 +290,16 @@ def preset_changes(preset: str, presets: list[str], assignments: list[str]) -> d
 
 
 def _with_flag_name(message: str, flag_names: dict[str, str]) -> str:
-    """Return the message with the config path at its start replaced by the flag that sets it."""
+    """Return the message with the flag that sets the config path at its start.
+
+    The flag takes the path's place. If it sets more, such as a whole mixture, it goes before the
+    path.
+    """
     path = message.partition("=")[0].partition(" ")[0]
-    return message.replace(path, flag_names[path], 1) if path in flag_names else message
+    if path in flag_names:
+        return message.replace(path, flag_names[path], 1)
+    wider = [flag for whole, flag in flag_names.items() if path.startswith(f"{whole}.")]
+    return f"{wider[0]}: {message}" if wider else message
 
 
 def base_config(preset: str, config_file: str | None) -> RunConfig:

@@ -33,14 +33,27 @@ _has_stages = lambda config: parse_mesh(config.train.mesh).get("stage", 1) != 1
 _has_tasks = lambda config: bool(config.train.eval_tasks)
 _PIPELINE = "a pipeline, like --mesh=stage=2"
 _TEXT = "--data or --mixture with files of text"
+_FIELDS = "--data or --mixture with .jsonl, .parquet or .arrow files"
 
 
 def _reads_files(config: RunConfig) -> bool:
     """Return whether any text of the run comes from files, and not from a token store."""
+    return bool(_texts(config))
+
+
+def _reads_fields(config: RunConfig) -> bool:
+    """Return whether any text of the run may come from files whose documents have fields."""
+    from rmt_tpu.data.inputs import may_have_fields
+
+    return any(map(may_have_fields, _texts(config)))
+
+
+def _texts(config: RunConfig) -> list[str]:
+    """Return the sources of the run's text that are not token stores."""
     from rmt_tpu.data.token_store import is_store
 
     sources = [each.source for each in config.data.mixture] or [config.data.source]
-    return not all(map(is_store, sources))
+    return [source for source in sources if not is_store(source)]
 
 
 _CONDITIONS = [
@@ -79,7 +92,7 @@ _CONDITIONS = [
         "the format text or messages",
     ),
     _Condition("data.chat_template", None, _reads_files, _TEXT),
-    _Condition("data.text_field", None, _reads_files, _TEXT),
+    _Condition("data.text_field", None, _reads_fields, _FIELDS),
     _Condition("data.eval_fraction", None, _reads_files, _TEXT),
 ]
 

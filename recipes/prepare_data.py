@@ -19,6 +19,7 @@ from absl import flags
 from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn
 
 from recipes import members, program
+from rmt_tpu.errors import UsageError, shown
 from rmt_tpu.progress import ProgressDisplay
 from rmt_tpu.training import signals
 
@@ -87,6 +88,7 @@ def main() -> int:
     """Tokenise the text that --input names into a token store, and return 0."""
     from rmt_tpu.data.prepare import SingleProcess, prepare
 
+    _check_effects()
     # Handle other signals like Ctrl-C, so that worker processes and semaphores are cleaned up.
     for number in set(signals.STOPS.values()) - {signal.SIGINT}:
         # A program under nohup ignores SIGHUP, and must continue to ignore it.
@@ -120,6 +122,30 @@ def main() -> int:
     seconds = time.monotonic() - started
     print(f"{_OUTPUT.value} is complete: {_count(totals.parts, 'part')}{earlier}, {seconds:.1f} s")
     return 0
+
+
+def _check_effects() -> None:
+    """Check that no flag is given that this input ignores.
+
+    Raises:
+      UsageError: a flag has no effect; the message says with which flags it has one.
+    """
+    from rmt_tpu.data.inputs import may_have_fields
+
+    has_text_field = _FORMAT.value != "completion" and may_have_fields(_INPUT.value)
+    for flag, has_effect, legal in (
+        (
+            _TEXT_FIELD,
+            has_text_field,
+            "--input with .jsonl, .parquet or .arrow files and the format text or messages",
+        ),
+        (_CHAT_TEMPLATE, _FORMAT.value == "messages", "--format=messages"),
+    ):
+        if flag.present and not has_effect:
+            raise UsageError(
+                f"--{flag.name}={shown(flag.value)} has no effect on this input; legal: {legal}, "
+                f"or leave out --{flag.name}"
+            )
 
 
 def _count(number: int, noun: str) -> str:

@@ -47,6 +47,13 @@ TINY = (
     f"--data={TEXT}",
 )
 
+
+def tiny(*flags: str) -> list[str]:
+    """TINY and more flags, which take the place of those of TINY that set the same."""
+    names = {flag.rpartition("=")[0] for flag in flags}
+    return [*(flag for flag in TINY if flag.rpartition("=")[0] not in names), *flags]
+
+
 OFTEN = ("--checkpoint_every=6", "--eval_every=24")
 SELDOM = ("--checkpoint_every=20", "--eval_every=20")
 

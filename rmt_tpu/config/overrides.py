@@ -7,6 +7,7 @@ import dataclasses
 import json
 import types
 import typing
+from collections.abc import Iterable
 from typing import Any, Literal, TypeVar
 
 from rmt_tpu.errors import UsageError, shown, unknown
@@ -152,6 +153,22 @@ def parse_assignment(text: str) -> tuple[str, Any]:
         return path, parse_json(value)
     except ValueError:
         return path, {"true": True, "false": False}.get(value.lower(), value)
+
+
+def parse_assignments(texts: Iterable[str]) -> dict[str, Any]:
+    """Return the values in texts of the form `path=value`, keyed by path.
+
+    Raises:
+      UsageError: a text does not have this form, or two texts give a path different values.
+    """
+    values: dict[str, Any] = {}
+    for text in texts:
+        path, value = parse_assignment(text)
+        if values.setdefault(path, value) != value:
+            raise UsageError(
+                f"--set={path}={shown(values[path])} and --set={text} both set {path}; give one"
+            )
+    return values
 
 
 def differences(old: Any, new: Any, path: str = "") -> list[str]:

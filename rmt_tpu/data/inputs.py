@@ -123,6 +123,17 @@ def files(source: str) -> list[Span]:
     return list(found.values())
 
 
+def may_have_fields(source: str) -> bool:
+    """Return whether a source may have files whose documents have fields, like .jsonl files.
+
+    Files are not looked up. A glob may match such files, unless it ends with .txt, .txt.gz or
+    .txt.zst.
+    """
+    plain = tuple(suffix for suffix in SUFFIXES if suffix.startswith(".txt"))
+    names = [] if source == STDLIB else source.split(",")
+    return not all(name.strip().lower().endswith(plain) for name in names)
+
+
 def whole_span(path: str) -> Span:
     """Return the span that covers a whole file on a file system.
 

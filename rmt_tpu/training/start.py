@@ -7,7 +7,7 @@ import jax
 
 from rmt_tpu import data
 from rmt_tpu.checkpoint import Checkpointer
-from rmt_tpu.config import SHARE_UNITS, START_FIELDS, RunConfig
+from rmt_tpu.config import SHARE_UNITS, START_FIELDS, RunConfig, overrides
 from rmt_tpu.data.datasets import Datasets, chat_template_of, load_datasets
 from rmt_tpu.data.mixture import only_text
 from rmt_tpu.distributed import processes
@@ -20,6 +20,9 @@ from rmt_tpu.training import start_comparison
 from rmt_tpu.training.run import PreparedRun
 from rmt_tpu.training.spikes import GoBack, SpikeState
 from rmt_tpu.training.step import TrainState
+
+# The fields of `DataConfig` that select the tokens of a run's only text.
+_TEXT_FIELDS = ("source", "text_field", "format", "chat_template", "eval_fraction", "tokenizer")
 
 
 class Start(NamedTuple):
@@ -242,10 +245,20 @@ def _check_same_text(
                 given = f"--mixture: {text.mixture.names[same.index(False)]}"
     if what is not None:
         raise UsageError(
-            f"{given} does not give {what}: a file, the tokenizer or (for stdlib) the version of "
-            "Python has changed; legal: the same files and versions, or another "
-            f"{flag.partition('=')[0]}"
+            f"{given} does not give {what}: {_changed_text(config, meta)}; legal: the same files "
+            f"and versions, or another {flag.partition('=')[0]}"
         )
+
+
+def _changed_text(config: RunConfig, meta: Mapping[str, Any]) -> str:
+    """Return why a run's text differs from that of a checkpoint, from the configs of the two."""
+    pair = [
+        {name: getattr(data, name) for name in _TEXT_FIELDS}
+        for data in (overrides.from_json(RunConfig, meta["config"]).data, config.data)
+    ]
+    return "; ".join(overrides.differences(*pair, "data")) or (
+        "a file, the tokenizer or (for stdlib) the version of Python has changed"
+    )
 
 
 def checkpoint_meta(

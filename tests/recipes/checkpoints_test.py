@@ -135,7 +135,7 @@ def test_a_narrower_residual_is_refused_and_nothing_changed(trained, tmp_path):
 
 
 def test_another_model_is_refused_even_so(trained):
-    flags = (*cli.TINY, "--set=model.num_layers=3", "--change_config", f"--workdir={trained}")
+    flags = cli.tiny("--set=model.num_layers=3", "--change_config", f"--workdir={trained}")
     error = cli.fail("train", *flags)
     assert "model.num_layers is 2 there, 3 here" in error and "--change_config" not in error
 

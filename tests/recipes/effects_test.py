@@ -56,7 +56,7 @@ CASES = {
     "field": (
         {"data.text_field": "body", "data.format": "completion"},
         "text_field='body' has",
-        {"data.format": "messages"},
+        {"data.format": "messages", "data.source": "a.jsonl"},
     ),
 }
 
@@ -80,15 +80,48 @@ def test_values_that_ask_for_nothing_are_legal(monkeypatch):
     effects.check_effects(overrides.apply(run("rmt-tiny"), nothing))
 
 
+@pytest.mark.parametrize(
+    ("source", "is_legal"),
+    [
+        ("stdlib", False),
+        ("uni.txt", False),
+        ("a.txt, b.TXT.gz,c*.txt.zst", False),
+        ("a.txt,b.jsonl", True),
+        ("b.jsonl.gz", True),
+        ("b.jsonl.zst", True),
+        ("c.parquet", True),
+        ("d.arrow", True),
+        ("folder/*", True),
+    ],
+)
+def test_a_field_has_no_effect_on_text_files(source, is_legal, monkeypatch):
+    monkeypatch.setattr(common, "given_paths", lambda: {"data.text_field": "--text_field"})
+    values = {"data.text_field": "body", "data.source": source}
+    config = overrides.apply(run("rmt-tiny"), values)
+    parts = (MixtureSource("e.txt", 0.5), MixtureSource(source, 0.5))
+    mixed = dataclasses.replace(config, data=dataclasses.replace(config.data, mixture=parts))
+    for each in (config, mixed):
+        if is_legal:
+            effects.check_effects(each)
+            continue
+        with pytest.raises(UsageError) as error:
+            effects.check_effects(each)
+        assert str(error.value) == (
+            "--text_field='body' has no effect on this run; legal: --data or --mixture with "
+            ".jsonl, .parquet or .arrow files, or leave out --text_field"
+        )
+
+
 @pytest.mark.parametrize("path", ["data.eval_fraction", "data.text_field", "data.chat_template"])
 def test_what_reads_text_has_no_effect_on_a_store(path, tmp_path, monkeypatch):
-    store, text = tmp_path / "store", tmp_path / "a.txt"
+    store, text = tmp_path / "store", tmp_path / "a.jsonl"
     store.mkdir()
     (store / "manifest.json").write_text("{}")
     monkeypatch.setattr(common, "given_paths", lambda: {path: "--flag"})
     values = {"data.format": "messages", path: 0.3 if path == "data.eval_fraction" else "body"}
     config = overrides.apply(run("rmt-tiny"), values | {"data.source": str(store)})
-    with pytest.raises(UsageError, match="--flag=.* has no effect .*; legal: .* files of text"):
+    legal = "with .jsonl, .parquet or" if path == "data.text_field" else " files of text"
+    with pytest.raises(UsageError, match=f"--flag=.* has no effect .*; legal: .*{legal}"):
         effects.check_effects(config)
     effects.check_effects(overrides.apply(config, {"data.source": str(text)}))
     mixture = tuple(MixtureSource(str(source), 0.5) for source in (store, text))

@@ -74,7 +74,7 @@ def in_bucket(object_server):
 
 
 def flags(url, *more):
-    return "--preset=rmt-tiny", *cli.TINY, *cli.OFTEN, *more, f"--workdir={url}"
+    return "--preset=rmt-tiny", *cli.tiny(*cli.OFTEN, *more, f"--workdir={url}")
 
 
 def assert_same_run(server, url, often_saved):

@@ -58,6 +58,10 @@ def test_a_mixture_is_a_flag_or_a_list(config):
         ({"mixture": "a.txt"}, "--mixture='a.txt': 'a.txt' has no share; legal: a list like"),
         ({"mixture": "a.txt=0.5"}, "--mixture='a.txt=0.5': the shares add up to 0.5; legal:"),
         ({"mixture": "a=0.5,a=0.5"}, "names a 2 times"),
+        (
+            {"mixture": "a.txt=1.0001,b.txt=-0.0001"},
+            "--mixture: data.mixture.0.share=1.0001 must be at least 0, at most 1",
+        ),
         ({"mixture": "a.txt=1", "data": "b.txt"}, "--data and --mixture both set the text"),
     ],
 )
@@ -65,6 +69,21 @@ def test_what_is_refused_names_the_flag(config, flags, said):
     with pytest.raises(UsageError) as error:
         config(**flags)
     assert said in str(error.value) and "\n" not in str(error.value)
+
+
+def test_what_set_refuses_within_a_value_names_the_flag(config):
+    listed = '[{"source": "a.txt", "share": 2}, {"source": "b.txt", "share": -1}]'
+    with pytest.raises(UsageError, match="^--set=data.mixture: data.mixture.0.share=2"):
+        config(f"data.mixture={listed}")
+    with pytest.raises(UsageError, match="^--set=data.mixture.0.share=2.0 must be"):
+        config("data.mixture.0.share=2", base=config(mixture="a.txt=0.75,b.txt=0.25"))
+
+
+def test_a_path_is_set_once(config):
+    both = "--set=train.steps=8 and --set=train.steps=16 both set train.steps; give one"
+    with pytest.raises(UsageError, match=f"^{both}$"):
+        config("train.steps=8", "train.steps=16")
+    assert config("train.steps=8", "train.steps= 8").train.steps == 8
 
 
 def test_the_first_store_brings_the_tokenizer(config, here):

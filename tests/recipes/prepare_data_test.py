@@ -145,6 +145,22 @@ def test_a_signal_ends_all_processes(source, tmp_path, send):
     assert 0 < len(list(output.glob("parts/*/manifest.json"))) < 10
 
 
+@pytest.mark.parametrize(
+    ("given", "legal"),
+    [
+        (["--text_field=body"], "--input with .jsonl, .parquet or .arrow files and the format"),
+        (["--text_field=body", "--format=completion", "--input=a.jsonl"], "--input with .jsonl"),
+        (["--chat_template=t"], "--format=messages, or leave out --chat_template"),
+    ],
+)
+def test_a_flag_without_an_effect_is_refused(tmp_path, given, legal):
+    message = cli.fail("prepare_data", "--input=a.txt", f"--output={tmp_path}/store", *given)
+    name, _, value = given[0].partition("=")
+    assert message.startswith(f"error: {name}={value!r} has no effect on this input; ")
+    assert f"legal: {legal}" in message
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_run_of_a_column_has_the_text_of_its_store(tmp_path):
     table = pyarrow.table({"id": range(40), "body": [f"line {n}\n" * 9 for n in range(40)]})
     pyarrow.parquet.write_table(table, tmp_path / "a.parquet", row_group_size=10)

@@ -10,7 +10,7 @@ pytestmark = pytest.mark.xdist_group("recipes")
 
 # A rate that no float32 stands.
 RATES = "--sweep=train.optimizer.learning_rate=1e-2,1e30"
-FLAGS = ["--preset=rmt-tiny", *cli.TINY, "--steps=12", RATES, "--set=train.sample_tokens=0"]
+FLAGS = ["--preset=rmt-tiny", *cli.tiny("--steps=12", RATES, "--set=train.sample_tokens=0")]
 
 # In the second of the trials, once.
 SIGINT_IN_STEP = """

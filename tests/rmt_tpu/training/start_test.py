@@ -165,6 +165,16 @@ def test_a_run_resumes_with_its_own_text(config, whole, place, reason):
     source.write_text(text)
 
 
+def test_what_a_run_was_trained_on_is_told(config, whole, tmp_path):
+    """Its source may change when it resumes, so that files can be moved."""
+    other = tmp_path / "other.txt"
+    other.write_text(Path(config.data.source).read_text().upper())
+    more = overrides.apply(config, {"train.steps": 8, "data.source": str(other)})
+    reason = f'up to step 6: data.source is "{config.data.source}" there, "{other}" here; legal'
+    with pytest.raises(UsageError, match=f"^--data={other} does not give the tokens .* {reason}"):
+        trainer.train(more, whole, change_config=True)
+
+
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
