@@ -179,6 +179,7 @@ SOURCES = {
     "residuals_405m": _residuals("gpt2-405m", _CHIPS, without=("mean",)),
     "peers": _peers(("llama-374m-2048@v5e", "llama-374m-2048@v5p")),
     "peers_long": _peers(("llama-374m-8192@v5e", "llama-374m-8192@v5p")),
+    "peers_large": _peers(("llama-1.2b-2048@v5p", "llama-1.2b-8192@v5p")),
     "peers_slice": _peers(("llama-374m-2048@v5e",), ":2x2"),
     "decode": _decode(
         _CHIPS,
@@ -257,7 +258,7 @@ TABLES = {
     "steps": Table(("step_16", "step_32"), layouts.steps),
     "step_parts": Table(("step_16",), layouts.step_parts),
     "residuals": Table(("residuals_160m", "residuals_405m"), layouts.residuals),
-    "peers": Table(("peers", "peers_long", "peers_slice"), layouts.peer_steps),
+    "peers": Table(("peers", "peers_long", "peers_large", "peers_slice"), layouts.peer_steps),
     "decode": Table(("decode", "decode_long"), layouts.decode),
     "decode_host": Table(("decode_host",), layouts.decode_host),
     "gpu_steps": Table(("gpu_steps",), layouts.measured_steps),
