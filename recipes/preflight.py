@@ -94,6 +94,9 @@ def main() -> int:
     try:
         target = parse_topology(_TOPOLOGY.value or "", _SLICES.value)
     except ValueError as value_and_reason:
+        if _TOPOLOGY.value is None:
+            legal = str(value_and_reason).partition("legal: ")[2]
+            raise UsageError(f"--topology is needed; legal: {legal}") from None
         raise UsageError(f"--topology={value_and_reason}") from None
     if _PART.value is not None and _PROMPT.value is None:
         raise UsageError(f"--part={_PART.value} needs --prompt")

@@ -8,6 +8,7 @@ import contextlib
 import faulthandler
 import glob
 import logging
+import math
 import os
 import re
 import shlex
@@ -239,6 +240,7 @@ def _parse_flags(module: str) -> list[str]:
         _check_values_follow(sys.argv[1:])
         argv = flags.FLAGS(sys.argv)
         _check_empty()
+        _check_finite()
         return argv
     except UsageError as error:
         message = str(error)
@@ -290,6 +292,17 @@ def _check_empty() -> None:
         if "" in values:
             parts = ",".join(values)
             raise UsageError(f"--{name}={parts} has an empty item; legal: {_help(flag)}")
+
+
+def _check_finite() -> None:
+    """Check that the value of each flag for a number is finite.
+
+    Raises:
+      UsageError: a value is not finite. absl's bounds accept NaN.
+    """
+    for name, flag in flags.FLAGS._flags().items():
+        if flag.present and isinstance(flag.value, float) and not math.isfinite(flag.value):
+            raise UsageError(f"--{name}={flag.value} must be a finite number")
 
 
 def _help(flag: flags.Flag) -> str:

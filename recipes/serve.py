@@ -47,8 +47,8 @@ _QUEUE = flags.DEFINE_integer(
 _MAX_LENGTH = flags.DEFINE_integer(
     "max_length",
     2048,
-    "maximum number of tokens in a prompt and its completion together; at most the model's number "
-    "of learned positions, if it has any",
+    "maximum number of tokens that the model reads for one text: the prompt, with its start token, "
+    "and all new tokens but the last; at most the number of learned positions, if there are any",
     lower_bound=1,
 )
 _MAX_TOKENS = flags.DEFINE_integer(

@@ -297,6 +297,11 @@ def _check_coordinates(variants: dict[str, RunConfig], folder: Folder) -> int:
     if isinstance(first.parametrization, MuP):
         standard = lambda model: dataclasses.replace(model, parametrization=Standard())
         kinds = {"muP": lambda model: model, "standard": standard}
+    ratio = lambda model: max(model.width / first.width, model.residual_size / first.residual_size)
+    if len({ratio(config.model) for config in variants.values()}) < len(variants):
+        raise UsageError(
+            "--coordinates needs variants of different widths; two variants have the same width"
+        )
     batch = coordinates.random_batch(first.vocab_size)
     measured = {}
     for kind, change in kinds.items():
@@ -304,13 +309,9 @@ def _check_coordinates(variants: dict[str, RunConfig], folder: Folder) -> int:
         for name, config in variants.items():
             print(f"{kind}, {name}", flush=True)
             model = change(config.model)
-            width = max(model.width / first.width, model.residual_size / first.residual_size)
             config = dataclasses.replace(config, model=model)
-            measured[kind][width] = coordinates.measure(config, batch, steps=_COORDINATES.value)
-        if len(measured[kind]) < len(variants):
-            raise UsageError(
-                "--coordinates needs variants of different widths; two variants have the same width"
-            )
+            of_width = coordinates.measure(config, batch, steps=_COORDINATES.value)
+            measured[kind][ratio(model)] = of_width
     print(coordinates.write_check(measured, folder))
     print(f"picture: {folder}/coordinates.png")
     return 0

@@ -116,7 +116,7 @@ def _train(notice: signals.ExitNotice) -> int:
         on_saved=notice.on_saved,
         check_kernels=_CHECK_KERNELS.value,
     )
-    if outcome.stopped_by:
+    if outcome.stopped_by and outcome.step < config.train.steps:
         if processes.is_first():
             everywhere = ", on every host" if processes.num_processes() > 1 else ""
             print(f"stopped at step {outcome.step}, saved in {folder}. To resume{everywhere}:")

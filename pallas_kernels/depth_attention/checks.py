@@ -43,6 +43,11 @@ def check_sources(queries, sources, gains, count, prior, epsilon) -> None:
                 f"shapes do not fit: the two arrays of prior have shapes {mixed.shape} and "
                 f"{log_sums.shape}, but must have shapes {wanted} and {wanted[:-axes]}"
             )
+    check_count(count, N)
+
+
+def check_count(count, N: int) -> None:
+    """Raise ValueError if `count` is not an integer from 0 to N; None is legal."""
     if count is None:
         return
     if jnp.shape(count) or not jnp.issubdtype(jnp.result_type(count), jnp.integer):

@@ -22,7 +22,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, DTypeLike, Float, Int
 
 from pallas_kernels.arguments import check_array
+from pallas_kernels.depth_attention.checks import check_count
 from pallas_kernels.depth_sums import mosaic_tpu, xla
+from pallas_kernels.key_vector.calls import check_dtype
 from pallas_kernels.platform import Implementations, reverse_mode
 
 __all__ = ["depth_sums"]
@@ -60,28 +62,30 @@ def depth_sums(
 
     Raises:
       UnsupportedImplementation: a named implementation is unknown or does not support this call.
-      ValueError: the shapes do not fit, or `count` is not an integer.
+      ValueError: the shapes do not fit, there is no sum or no row, `count` is not an integer from 0
+        to the number of rows, or `dtype` is not a float dtype of 16 bits or more.
       TypeError: the op is differentiated in forward mode.
     """
     check_array("weights", weights, "S N ...")
+    check_array("sources", sources, "N ...")
     tokens = weights.shape[2:]
-    if not jnp.issubdtype(sources.dtype, jnp.floating):
-        raise ValueError(f"sources is {sources.dtype}; legal: a float dtype")
+    if 0 in weights.shape[:2]:
+        raise ValueError(
+            f"weights [S, N, *tokens] has shape {list(weights.shape)}; legal: S and N of at least 1"
+        )
     if sources.shape[: 1 + len(tokens)] != weights.shape[1:]:
         raise ValueError(
             f"shapes do not fit: weights [S, N, *tokens] has shape {list(weights.shape)}, but "
             f"sources [N, *tokens, ...] has shape {list(sources.shape)}"
         )
-    count = jnp.asarray(len(sources) if count is None else count)
-    if count.ndim or not jnp.issubdtype(count.dtype, jnp.integer):
-        raise ValueError(f"count is {count.dtype}{list(count.shape)}; legal: an integer")
+    check_count(count, len(sources))
     T, size = math.prod(tokens), sources.shape[1 + len(tokens) :]
     rows, sums = _sums(
         implementation,
-        jnp.dtype(dtype or sources.dtype).name,
+        check_dtype(sources.dtype if dtype is None else dtype).name,
         weights.reshape(*weights.shape[:2], T),
         sources.reshape(len(sources), T, *size),
-        count.astype(jnp.int32),
+        jnp.asarray(len(sources) if count is None else count, jnp.int32),
     )
     return rows.reshape(sources.shape), sums.reshape(len(weights), *sources.shape[1:])
 

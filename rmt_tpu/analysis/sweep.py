@@ -137,8 +137,8 @@ def parse_space(text: str) -> Space:
         number = int(count) if count else None
     except ValueError:
         raise UsageError(f"--sweep={shown(text)} is not a range; {legal}") from None
-    finite = math.isfinite(low) and math.isfinite(high)
-    if not finite or low >= high or (kind == "log" and low <= 0) or (number or 2) < 2:
+    finite, points = math.isfinite(low) and math.isfinite(high), 2 if number is None else number
+    if not finite or low >= high or (kind == "log" and low <= 0) or points < 2:
         raise UsageError(
             f"--sweep={shown(text)} is not a legal range; legal: two numbers, the second larger "
             "(for log, both above 0), and at least 2 points"

@@ -43,7 +43,7 @@ class Outcome(NamedTuple):
 
     Attributes:
       step: number of steps done.
-      stopped_by: the signal that ended the run early, or None.
+      stopped_by: the signal that ended the run early, or that arrived in its last steps; or None.
     """
 
     step: int
@@ -150,6 +150,9 @@ class Loop:
                     if self.overflowed and stopped_by is None and self.step < steps:
                         raise Int16Overflow
                     on_saved(self.step)
+                    # Those who train one run after the other also stop after a signal that arrived
+                    # too late to end this run early.
+                    stopped_by = stopped_by or signals.STOPS.get(_agreed(stop))
             except Restart:
                 # A signal may have arrived after the last agreement, and the run that begins again
                 # would not know of it.
@@ -171,7 +174,7 @@ class Loop:
             self._evaluate_tasks()
             self._write_side_files()
             self.side_files.complete(steps)
-        return Outcome(self.step, None)
+        return Outcome(self.step, stopped_by)
 
     def _steps(
         self, train_step, profile_steps: int, stop: signals.Stop, stop_loss: float

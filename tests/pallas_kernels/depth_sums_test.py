@@ -92,7 +92,11 @@ def test_sums_of_matrices_in_another_dtype():
         (((3, 5), (3, 5, 8)), None, "weights"),
         (((2, 3, 5), (4, 5, 8)), None, "shapes do not fit"),
         (((2, 3, 5), (3, 6, 8)), None, "shapes do not fit"),
-        (((2, 3, 5), (3, 5, 8)), 1.5, "legal: an integer"),
+        (((2, 3, 5), (3, 5, 8)), 1.5, "must be an integer"),
+        (((2, 3, 5), (3, 5, 8)), 4, "count=4 must be from 0 to the number of sources, 3"),
+        (((2, 3, 5), (3, 5, 8)), -1, "count=-1 must be from 0"),
+        (((0, 3, 5), (3, 5, 8)), None, "legal: S and N of at least 1"),
+        (((2, 0, 5), (0, 5, 8)), None, "legal: S and N of at least 1"),
     ],
 )
 def test_wrong_arguments(shapes, count, message, unannotated):
@@ -101,8 +105,10 @@ def test_wrong_arguments(shapes, count, message, unannotated):
         pallas_kernels.depth_sums(weights, sources, count=count)
 
 
-def test_sources_of_integers_are_refused(unannotated):
-    with pytest.raises(ValueError, match="legal: a float dtype"):
+def test_dtypes_that_are_refused(unannotated):
+    with pytest.raises(ValueError, match="dtype=int32 of retrieved vectors is not legal"):
+        pallas_kernels.depth_sums(jnp.zeros((1, 2, 3)), jnp.zeros((2, 3, 4)), dtype="int32")
+    with pytest.raises(ValueError, match="must be an array of floats, but is int32"):
         pallas_kernels.depth_sums(jnp.zeros((1, 2, 3)), jnp.zeros((2, 3, 4), jnp.int32))
 
 

@@ -36,6 +36,10 @@ TRAIN = {
     ),
     "unknown flag": (["--stepz=3"], ["--stepz", "did you mean '--steps'", "--data"]),
     "no number": (["--steps=abc"], ["--steps=abc", "whole number"]),
+    "no finite number": (
+        ["--distributed_timeout=nan"],
+        ["--distributed_timeout=nan", "finite number"],
+    ),
     "not positive": (["--steps=0"], ["--steps=0", "positive"]),
     "negative": (["--profile_steps=-1"], ["--profile_steps=-1", "non-negative"]),
     "path": (["--set=model.num_layer=3"], ["model 'num_layer'", "did you mean 'num_layers'"]),

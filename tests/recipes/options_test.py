@@ -195,7 +195,7 @@ REFUSED = {
         "--data=stdlib is no token store; legal with --track=tpu: one of",
     ),
     "lr": ("train", ["--lr=1"], "flag '--lr' is unknown; did you mean '--learning_rate'?"),
-    "learning rate": ("train", ["--learning_rate=nan"], "--learning_rate=nan must be positive"),
+    "learning rate": ("train", ["--learning_rate=nan"], "--learning_rate=nan must be a finite"),
     "set": (
         "train",
         ["--set=model.num_layers=two"],

@@ -79,7 +79,7 @@ def test_a_step_that_does_not_fit(tmp_path):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ([], "--topology='' is not a known topology; legal: v5e:AxB"),
+        ([], "--topology is needed; legal: v5e:AxB"),
         (["--topology=v5e:3x3"], "--topology='v5e:3x3' is not a topology of v5e; legal: v5e:AxB"),
         (["--topology=v5e:2x2", "--preset=rmt-306m"], "did you mean 'rmt-305m'"),
         (

@@ -43,6 +43,7 @@ def test_spaces():
         ("a=linear:2..1:3", "the second larger"),
         ("a=linear:0..inf:3", "the second larger"),
         ("a=linear:0..1:1", "at least 2 points"),
+        ("a=linear:0..1:0", "at least 2 points"),
         ("a=1,2,1", "repeats a value"),
     ],
 )

@@ -227,6 +227,23 @@ def test_a_stop_saves_first_and_evaluates_when_the_run_resumes(
     assert {"train/loss", "eval/loss", "eval/piqa/acc"} <= run.side_files.rows[4].keys()
 
 
+@pytest.mark.parametrize("arrives", ["step 8", "wait"])
+def test_a_stop_in_the_last_step_is_told_to_those_who_train_the_next_run(
+    monkeypatch, tmp_path, arrives
+):
+    """In the step itself or in its save; the run is complete all the same."""
+    run = Run(monkeypatch, {}, signals=[arrives])
+    check = run.checkpoints.check
+
+    def wait():
+        run.happens("wait")
+        return check()
+
+    run.checkpoints.wait = wait
+    assert run.train(tmp_path) == (8, signal.SIGTERM)
+    assert run.events[-2:] == ["told 8", "loss 8"]
+
+
 def test_a_stop_at_the_loss_of_a_run_is_found_when_it_resumes(monkeypatch, tmp_path):
     run = Run(monkeypatch, EVALUATED, signals=["step 4"])
     assert run.train(tmp_path, stop_loss=2.5) == (4, signal.SIGTERM)
