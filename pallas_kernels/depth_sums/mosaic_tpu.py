@@ -224,7 +224,7 @@ def _backward_kernel(inputs, outputs, scratch, *, call: SumsCall):
     def _():
         read(tile.at(1), 1 - tile.slot, "start")
 
-    # The buffer of the previous tile is read again once its gradients are in HBM.
+    # The buffer of the previous tile receives the next one when its gradients are in HBM.
     @pl.when(~tile.first)
     def _():
         write(tile.at(-1), 1 - tile.slot, "wait")
