@@ -152,7 +152,7 @@ class Schedule:
 
     @property
     def spans(self) -> np.ndarray:
-        """For each chunk, the number of newest chunks whose rows are sent after it: an array [C].
+        """The numbers of newest chunks whose rows are sent after each chunk, an array [C].
 
         Stages keep the rows that they receive and the rows that they compute. They therefore lack
         only the rows of the chunks that other stages have run since their own last chunk. The sum

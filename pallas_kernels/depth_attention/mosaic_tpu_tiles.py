@@ -20,7 +20,7 @@ GROUP = 16
 
 @dataclasses.dataclass(frozen=True)
 class BlockSizes:
-    """The block sizes of a depth-attention TPU kernel for residual vectors.
+    """The block sizes of a TPU kernel over depth for residual vectors.
 
     Attributes:
       tokens: the number of tokens per tile, a multiple of 16.

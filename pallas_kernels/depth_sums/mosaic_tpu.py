@@ -314,7 +314,7 @@ def _tile(op: str, weights: Any, sources: Any) -> int | None:
 
 def _call_of(op: str, weights: Array, sources: Array, interpret: bool) -> SumsCall:
     N, T, D = sources.shape
-    # Two sources of a group have enough work to hide the latency of their loads.
+    # Two groups of tokens per iteration are enough, because the loop over sources hides latency.
     blocks = BlockSizes(min(_tile(op, weights, sources), T), lanes=_STEP, unroll=2)
     return SumsCall(N, len(weights), T, D, blocks, interpret)
 

@@ -223,7 +223,7 @@ def test_what_is_refused_backward_is_known_before_it_is_traced(K, V, P, why):
 
 
 def test_gradients_are_added_to_float32():
-    """Of bfloat16 sources; the battery compares their values at night."""
+    """The sources are bfloat16. The battery compares the values of these gradients at night."""
     array = lambda dtype, *shape: jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
     S, N, rows, size = 1, 2, (1, 128), (16, 8)
     sources, sums = array("bfloat16", N, *rows, *size), array("float32", S, *rows)

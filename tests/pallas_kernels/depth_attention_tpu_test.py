@@ -222,7 +222,7 @@ def flops_of(function, *given):
 
 @pytest.mark.parametrize("module, size", [(mosaic_tpu, (256,)), (mosaic_tpu_matrices, (16, 16))])
 def test_the_backward_pass_has_five_products(module, size):
-    """Of each site and source: the logits, <d_mixed, v>, two of d_v, and one of d_queries."""
+    """Each site and source has five: the logits, <d_mixed, v>, two of d_v, one of d_queries."""
     S, N, T, D = 2, 3, 256, 256
     tokens = (T,) if len(size) == 1 else (1, T)
     array = lambda dtype, *shape: jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))

@@ -231,7 +231,7 @@ def test_a_stop_saves_first_and_evaluates_when_the_run_resumes(
 def test_a_stop_in_the_last_step_is_told_to_those_who_train_the_next_run(
     monkeypatch, tmp_path, arrives
 ):
-    """In the step itself or in its save; the run is complete all the same."""
+    """The signal arrives in the step or in its save, and the run is complete all the same."""
     run = Run(monkeypatch, {}, signals=[arrives])
     check = run.checkpoints.check
 

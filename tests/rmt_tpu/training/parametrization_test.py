@@ -74,7 +74,7 @@ def test_keys_start_smaller_where_one_size_grows_alone():
 
 
 def test_logits_are_scaled_by_the_core_at_the_same_place_in_the_base():
-    """Of two equal cores, whose cores in the base differ; also in an exported model's config."""
+    """Two equal cores have other cores in the base, and so does the config of an export."""
     layer = (cfg.Attention(2, 16, cfg.Rope(), False), cfg.FeedForward(8))
     parametrization = cfg.MuP(("stacks.0.cores.2.head_dim=4", "stacks.0.repeat=1"))
     stacks = (cfg.Stack((*layer, *layer), 2),)
