@@ -101,6 +101,15 @@ def check_array(name: str, x: Any, axes: str, *, or_int16: bool = False) -> None
         )
 
 
+def check_stack(name: str, x: Array, axes: str) -> None:
+    """Raise ValueError if a stack of parameters has no layer, or an axis of its layers is empty."""
+    if 0 in x.shape:
+        raise ValueError(
+            f"{name} [{', '.join(axes.split())}] has shape {list(x.shape)}; legal: axes of at "
+            "least one entry"
+        )
+
+
 def check_integers(name: str, x: Any) -> None:
     """Raise ValueError if `x` is an array of something other than integers; None is legal."""
     if x is not None and not jnp.issubdtype(x.dtype, jnp.integer):

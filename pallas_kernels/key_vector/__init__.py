@@ -34,7 +34,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, DTypeLike, Float, Int, Shaped
 
-from pallas_kernels.arguments import Norm, check_array
+from pallas_kernels.arguments import Norm, check_array, check_stack
 from pallas_kernels.key_vector import calls, mosaic_tpu_decode, sharded, xla
 from pallas_kernels.key_vector.calls import KeyVectorCall
 from pallas_kernels.key_vector.interface import (
@@ -187,6 +187,7 @@ def store_norm_retrieve_at(
         ("read_keys", read_keys, "L P K"),
     ):
         check_array(name, x, axes)
+        check_stack(name, x, axes)
         if x.shape[0] != gain.shape[0]:
             raise ValueError(
                 f"shapes do not fit: {name} [{axes}] has shape {x.shape}, but gain [L K V] has "

@@ -21,7 +21,7 @@ from typing import Literal
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.arguments import check_array
+from pallas_kernels.arguments import check_array, check_stack
 from pallas_kernels.platform import Implementations
 from pallas_kernels.stacked_product import mosaic_tpu, xla
 from pallas_kernels.stacked_product.mosaic_tpu import MOST_ROWS
@@ -62,6 +62,7 @@ def product_at(
     """
     check_array("rows", rows, "T K")
     check_array("matrices", matrices, "L P K N")
+    check_stack("matrices", matrices, "L P K N")
     if matrices.shape[2] != rows.shape[1]:
         raise ValueError(
             f"shapes do not fit: rows [T, K] is {list(rows.shape)}, and matrices [L, P, K, N] is "

@@ -353,7 +353,7 @@ def table(profiles: dict[str, DepthProfile]) -> str:
     lines = [
         "| run | loss | output: first, last sublayer | gradient: first, last sublayer | "
         "weight of the newest source | weight of the embedding | entropy over depth | "
-        "largest spread of logits |",
+        "largest spread of log weights |",
         "|---|---|---|---|---|---|---|---|",
     ]
     for name, p in profiles.items():

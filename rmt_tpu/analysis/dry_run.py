@@ -20,7 +20,7 @@ def dry_run(
     name: str,
     folder: Folder,
     *,
-    change_config: bool = False,
+    change_config: bool | None = None,
     from_step: int | None = None,
 ) -> str:
     """Check a run as `train` would, and report its config and its sizes on these devices.

@@ -39,6 +39,9 @@ _HEIGHT = 1.5
 # The number of significant digits of points that are not listed one by one.
 _DIGITS = 4
 
+# The largest number of points in a range, and in a grid.
+_MOST_POINTS = 10_000
+
 # A random search for n distinct points gives up after n times this number of draws.
 _DRAWS = 100
 
@@ -138,10 +141,10 @@ def parse_space(text: str) -> Space:
     except ValueError:
         raise UsageError(f"--sweep={shown(text)} is not a range; {legal}") from None
     finite, points = math.isfinite(low) and math.isfinite(high), 2 if number is None else number
-    if not finite or low >= high or (kind == "log" and low <= 0) or points < 2:
+    if not finite or low >= high or (kind == "log" and low <= 0) or not 2 <= points <= _MOST_POINTS:
         raise UsageError(
             f"--sweep={shown(text)} is not a legal range; legal: two numbers, the second larger "
-            "(for log, both above 0), and at least 2 points"
+            f"(for log, both above 0), and 2 to {_MOST_POINTS} points"
         )
     return NumberRange(path, low, high, kind == "log", number)
 
@@ -150,9 +153,16 @@ def grid(spaces: Sequence[Space]) -> list[Point]:
     """Return all combinations of the spaces' values; the last space varies fastest.
 
     Raises:
-      UsageError: two points have the same `name_of`, and thus the same folder.
+      UsageError: there are too many points, or two have the same `name_of`, and thus the same
+        folder.
     """
-    values = itertools.product(*(space.grid() for space in spaces))
+    axes = [space.grid() for space in spaces]
+    if (number := math.prod(map(len, axes))) > _MOST_POINTS:
+        raise UsageError(
+            f"--sweep has {number} points; legal: at most {_MOST_POINTS} in a grid, or "
+            "--search=random with --trials"
+        )
+    values = itertools.product(*axes)
     points = [dict(zip([s.path for s in spaces], point, strict=True)) for point in values]
     counts = Counter(map(name_of, points))
     if repeated := [name for name, count in counts.items() if count > 1]:

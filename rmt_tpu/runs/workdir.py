@@ -52,7 +52,7 @@ def open_workdir(
     workdir: Location,
     config: RunConfig,
     *,
-    change_config: bool = False,
+    change_config: bool | None = None,
     other: str | None = None,
 ) -> ConfigChanges:
     """Register a run in an unused folder, or check that the folder contains the same run.
@@ -64,7 +64,8 @@ def open_workdir(
       workdir: the run folder.
       config: the config that the run is started with.
       change_config: whether a run may continue with a different batch size, optimizer, number of
-        steps or dtype, or with a larger D_k.
+        steps or dtype, or with a larger D_k. None means no, for a command without
+        --change_config: the error then does not suggest this flag.
       other: a description of another process that seems to train in the folder, from
         `presence.announce_run`; None if there is none.
 
@@ -285,7 +286,9 @@ def _different(old: RunConfig, config: RunConfig, *, has_begun: bool) -> dict[st
     return {line: rule for line, rule in rules.items() if rule != "free"}
 
 
-def _compare(folder: Folder, found: bytes, config: RunConfig, change_config: bool) -> ConfigChanges:
+def _compare(
+    folder: Folder, found: bytes, config: RunConfig, change_config: bool | None
+) -> ConfigChanges:
     """Return how a config differs from the one in the run folder.
 
     Raises:
@@ -307,7 +310,8 @@ def _compare(folder: Folder, found: bytes, config: RunConfig, change_config: boo
     what = fixed if change_config else different
     shown, more = what[:8], len(what) - 8
     shown += [f"and {more} more"] if more > 0 else []
-    or_change = "" if fixed else "--change_config to continue with these, "
+    may_change = change_config is not None and not fixed
+    or_change = "--change_config to continue with these, " if may_change else ""
     raise UsageError(
         f"--workdir={folder} holds a run with a different config: {'; '.join(shown)}. "
         f"Give the same flags to resume it, {or_change}or another --workdir"
@@ -413,7 +417,7 @@ def check_workdir(
     workdir: Location,
     config: RunConfig,
     *,
-    change_config: bool = False,
+    change_config: bool | None = None,
     from_step: int | None = None,
 ) -> None:
     """Perform the checks of `open_workdir` and `step_to_go_back_to` without writing any file.

@@ -321,10 +321,9 @@ async def _not_found(request: Request, error: HTTPException) -> Response:
     """Answer a request whose path or method does not exist."""
     path = f"{request.method} {request.url.path}"
     legal = ", ".join(
-        f"{method} {route.path}"
+        f"{method} {route.path.replace('{name:path}', 'NAME')}"
         for route in request.app.routes
         for method in sorted(route.methods - {"HEAD"})
-        if "{" not in route.path
     )
     refusal = Refusal(f"{path[:200]} does not exist; legal: {legal}", status=error.status_code)
     return JSONResponse(refusal.to_json(), error.status_code, error.headers)

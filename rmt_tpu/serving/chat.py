@@ -101,7 +101,9 @@ def conversation(values: Mapping[str, Any], template: ChatTemplate, served: Serv
     """
     messages = values.get("messages")
     if not isinstance(messages, list) or not messages:
-        raise Refusal(f"messages={shown(messages)} must be a list of messages", "messages")
+        raise Refusal(
+            f"messages={shown(messages)} must be a list with at least one message", "messages"
+        )
     messages = [_message(f"messages[{number}]", m) for number, m in enumerate(messages)]
     asks = field(values, "add_generation_prompt", True, is_a(bool), "true or false")
     more = field(values, "chat_template_kwargs", {}, is_a(dict), "a JSON object")

@@ -45,7 +45,7 @@ def train(
     config: RunConfig,
     folder: Location,
     *,
-    change_config: bool = False,
+    change_config: bool | None = None,
     from_step: int | None = None,
     profile_steps: int = 0,
     label: str = "train",
@@ -71,8 +71,8 @@ def train(
       config: the run's config. If the folder already contains a run, it must be the config of that
         run.
       folder: the run folder, local or gs://.
-      change_config: whether the run in the folder may continue with a different config; see
-        `workdir.open_workdir`.
+      change_config: whether the run in the folder may continue with a different config; None also
+        means no. See `workdir.open_workdir`.
       from_step: step of a checkpoint to go back to; all later checkpoints, metrics and samples are
         deleted. See `workdir.step_to_go_back_to`.
       profile_steps: number of steps to profile; the trace is written to `<folder>/profile`.
@@ -122,7 +122,7 @@ class _TrainOptions(NamedTuple):
 def _train(
     config: RunConfig,
     folder: Folder,
-    change_config: bool,
+    change_config: bool | None,
     from_step: int | None,
     profile_steps: int,
     options: _TrainOptions,
@@ -247,7 +247,7 @@ def _back_step(folder: Folder, from_step: int | None, changes: workdir.ConfigCha
 def _open(
     folder: Folder,
     config: RunConfig,
-    change_config: bool,
+    change_config: bool | None,
     other: str | None,
     log: Callable[[str], None],
 ) -> workdir.ConfigChanges:

@@ -110,6 +110,8 @@ def test_what_does_not_fit_is_named(unannotated):
         message = f"shapes do not fit.* {name} .* has shape {re.escape(str(wrong.shape))}"
         with pytest.raises(ValueError, match=message):
             pallas_kernels.store_norm_retrieve_at(0, *site._replace(**{name: wrong}))
+    with pytest.raises(ValueError, match="has shape .* legal: axes of at least one entry"):
+        pallas_kernels.store_norm_retrieve_at(0, *site._replace(store_keys=site.store_keys[:0]))
     half = site._replace(data=site.data.astype(jnp.float16))
     with pytest.raises(pallas_kernels.UnsupportedImplementation, match="neither bfloat16"):
         pallas_kernels.store_norm_retrieve_at(0, *half, implementation="mosaic_tpu")

@@ -62,6 +62,8 @@ def test_bad_arguments_are_told_in_a_line(unannotated):
         product_at(0, rows[:, 1:], matrices)
     with pytest.raises(ValueError, match=re.escape("matrices [L, P, K, N] must be an array")):
         product_at(0, rows, matrices[0])
+    with pytest.raises(ValueError, match=re.escape("[3, 0, 72, 24]; legal: axes of at least")):
+        product_at(0, rows, jnp.zeros((3, 0, 72, 24)))
     many = jnp.zeros((257, 72))
     for told, given in {"257 rows": many, "neither bfloat16": many[:1].astype("float16")}.items():
         with pytest.raises(UnsupportedImplementation, match=told):

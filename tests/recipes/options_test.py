@@ -455,3 +455,8 @@ def test_runs_that_have_begun_need_what_they_began_with_no_more(recipe, tmp_path
     if recipe == "sweep":
         given = *given[:-1], f"--workdir={run.parents[1]}"
     assert "no undamaged checkpoint in" in cli.fail(recipe, *given, code=1)
+    error = cli.fail(recipe, *given, "--set=train.optimizer.clip_norm=2")
+    assert (
+        "train.optimizer.clip_norm is 1.0 there, 2.0 here" in error
+        and "--change_config" not in error
+    )

@@ -42,8 +42,9 @@ def test_spaces():
         ("a=log:0..1:3", "for log, both above 0"),
         ("a=linear:2..1:3", "the second larger"),
         ("a=linear:0..inf:3", "the second larger"),
-        ("a=linear:0..1:1", "at least 2 points"),
-        ("a=linear:0..1:0", "at least 2 points"),
+        ("a=linear:0..1:1", "2 to 10000 points"),
+        ("a=linear:0..1:10001", "2 to 10000 points"),
+        ("a=linear:0..1:0", "2 to 10000 points"),
         ("a=1,2,1", "repeats a value"),
     ],
 )
@@ -55,6 +56,9 @@ def test_spaces_that_are_none(text, message):
 def test_a_grid_needs_numbers_of_points():
     with pytest.raises(UsageError, match="needs a number of points for a grid"):
         sweep.grid([sweep.parse_space("a=log:1e-4..1e-1")])
+    large = [sweep.parse_space(f"{name}=linear:0..1:101") for name in "ab"]
+    with pytest.raises(UsageError, match="has 10201 points; legal: at most 10000 in a grid"):
+        sweep.grid(large)
 
 
 def test_points_that_are_close_have_folders_of_their_own():

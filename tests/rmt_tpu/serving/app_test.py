@@ -128,8 +128,8 @@ def test_what_is_refused(running):
     assert status == 405
     assert words == (
         "GET /v1/completions does not exist; legal: POST /v1/completions, "
-        "POST /v1/chat/completions, GET /v1/models, GET /health, GET /healthz, GET /metrics, "
-        "POST /tokenize, POST /detokenize"
+        "POST /v1/chat/completions, GET /v1/models, GET /v1/models/NAME, GET /health, "
+        "GET /healthz, GET /metrics, POST /tokenize, POST /detokenize"
     )
     assert message(None, "/v1/models/x")[0] == 404
 
@@ -221,7 +221,7 @@ def test_a_chat_is_the_completion_of_what_its_template_writes(running):
         ),
         ("/tokenize", '{"prompt": "a", "add_special_tokens": 1}', "must be true or false"),
         ("/tokenize", '{"messages": [], "prompt": ""}', "messages and prompt are both set; legal"),
-        ("/tokenize", '{"messages": []}', "messages=[] must be a list of messages"),
+        ("/tokenize", '{"messages": []}', "messages=[] must be a list with at least one message"),
         ("/tokenize", '{"add_generation_prompt": true}', "add_generation_prompt needs messages"),
         ("/tokenize", '{"tokens": [1]}', "field 'tokens' is unknown"),
         ("/tokenize", '{"model": "x", "prompt": "a"}', "model 'x' is unknown; legal: tiny"),

@@ -70,9 +70,9 @@ def test_what_changes_nothing_is_taken():
 
 
 REFUSED = [
-    ({"messages": None}, "messages", "messages=None must be a list of messages"),
-    ({"messages": []}, "messages", "messages=[] must be a list of messages"),
-    ({"messages": "Hi"}, "messages", "messages='Hi' must be a list of messages"),
+    ({"messages": None}, "messages", "messages=None must be a list with at least one message"),
+    ({"messages": []}, "messages", "messages=[] must be a list with at least one message"),
+    ({"messages": "Hi"}, "messages", "messages='Hi' must be a list with at least one message"),
     ({"messages": ["Hi"]}, "messages", """messages[0]='Hi' must be an object with "role\""""),
     ({"messages": [{}]}, "messages", "messages[0].role=None must be text, like user"),
     ({"messages": [*HI, {"role": "user"}]}, "messages", "messages[1].content=None must be text"),

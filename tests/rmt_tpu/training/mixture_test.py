@@ -148,7 +148,7 @@ def test_shares_change_at_a_step(config, sources, whole, tmp_path, monkeypatch):
     run = at_step(whole, tmp_path / "run", 4)
     other = mixed(config, sources, web=0.0, books=0.5, code=0.5)
     with pytest.raises(UsageError, match="--change_config to continue with these"):
-        trainer.train(other, run)
+        trainer.train(other, run, change_config=False)
     trainer.train(other, run, change_config=True)
     assert numbers(run, 3) == numbers(whole, 3)
     found = [tokens(run, step) for step in (4, 5, 8)]
