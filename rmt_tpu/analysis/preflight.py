@@ -25,6 +25,7 @@ import jax
 import sharding
 from rmt_tpu import cost as resources
 from rmt_tpu.analysis.attention_forms import AttentionForm, attention_forms
+from rmt_tpu.analysis.bank_rows import bank_rows
 from rmt_tpu.analysis.prompt import Prompt, lower_prompt, sizes_of
 from rmt_tpu.analysis.step_cost import (
     PARTS,
@@ -358,7 +359,8 @@ def _compiled_preflight(config: RunConfig, prompt: Prompt | None, program: Progr
     )
     if not fits or target.matrix is None:
         return report
-    cost = step_cost(target.topology, report.tokens, program)
+    bank = bank_rows(config.model) if prompt is None else None
+    cost = step_cost(target.topology, report.tokens, program, bank)
     return dataclasses.replace(report, time=_time(report, cost, sent, program.info["coordinates"]))
 
 

@@ -3,8 +3,9 @@
 The exact step that `train` runs is compiled for one chip. An instruction takes the longer of two
 times: that of its schedule, and that of moving its HBM bytes at full bandwidth. The time counts
 once per iteration of the enclosing loops. Each conditional takes its most expensive branch: the one
-that moves the most bytes. If copies between HBM and VMEM overlap other work, only their bytes
-count. Collectives take no time here; see `preflight`.
+that moves the most bytes. A kernel that reads a bank moves as many of its rows as exist on average
+(`bank_rows`), but the high estimate has all of them. If copies between HBM and VMEM overlap other
+work, only their bytes count. Collectives take no time here; see `preflight`.
 
 `estimator.calibration` compares such estimates with measured times that others published. The other
 cost models of `estimator.cost.MODELS` give lower and higher estimates.
@@ -22,12 +23,14 @@ import jax
 import jax.numpy as jnp
 
 import sharding
+from rmt_tpu.analysis.bank_rows import BankRows, bank_rows
 from rmt_tpu.config import RunConfig, overrides
 from rmt_tpu.config.presets import run
 from rmt_tpu.data import Batch
 from rmt_tpu.errors import RunError, UsageError
 from rmt_tpu.estimator import (
     BEST_GUESS,
+    HIGHEST,
     MODELS,
     Assignment,
     Failure,
@@ -260,7 +263,7 @@ def step_costs(
                 why = f"{step.preset} does not compile for {target.name}: {program.message}"
                 raise RunError(why)
             tokens = config.train.batch_size * config.data.seq_len
-            costs.append(step_cost(step.preset, tokens, program))
+            costs.append(step_cost(step.preset, tokens, program, bank_rows(config.model)))
     return costs
 
 
@@ -325,17 +328,24 @@ def assignment_of(program: Program) -> Assignment:
     return program.assignment
 
 
-def step_cost(preset: str, tokens: int, program: Program) -> StepCost:
-    """Return the cost of a compiled step that processes `tokens` tokens.
+def step_cost(preset: str, tokens: int, program: Program, bank: BankRows | None = None) -> StepCost:
+    """Return the cost of a compiled step.
 
-    The program must have been compiled with the option `buffers`.
+    Args:
+      preset: the name of the model.
+      tokens: the number of tokens that a step processes.
+      program: the step. It must have been compiled with the option `buffers`.
+      bank: how many rows of the model's bank are read on average; None counts all of them.
 
     Raises:
       RunError: see `assignment_of`.
     """
     executed = list(program.module.run())
     names = _op_names(program)
-    rows = [_row(program, ran, names) for ran in executed]
+    unread = {} if bank is None else bank.unread(program.module, executed)
+    rows = [
+        _row(program, ran, names, unread.get(ran.instruction.name, Bytes())) for ran in executed
+    ]
     kernels = [row.name for row in rows if row.kernel]
     return StepCost(
         preset=preset,
@@ -365,18 +375,23 @@ def part_of(op_name: str) -> str:
     return words[-1] if words else "other"
 
 
-def _row(program: Program, ran: Executed, names: dict[str, str]) -> InstructionCost:
+def _row(program: Program, ran: Executed, names: dict[str, str], unread: Bytes) -> InstructionCost:
     instruction, module = ran.instruction, program.module
     traffic = module.traffic(ran.computation, instruction)
-    op_name, asked = names[instruction.name], work_of(program, ran)
+    op_name, work = names[instruction.name], work_of(program, ran)
+    per_byte = program.target.clock / program.target.bandwidth
+    on_average = dataclasses.replace(work, hbm=max(0.0, work.hbm - unread.hbm * per_byte))
+    work_in = {name: work if name == HIGHEST else on_average for name in MODELS}
     return InstructionCost(
         name=instruction.name,
         part=part_of(op_name),
         what="/".join(op_name.split("/")[-3:]),
         result=instruction.result,
         calls=ran.times,
-        by_model={name: model(asked) * ran.times for name, model in MODELS.items()},
-        bytes=Bytes(traffic.hbm * ran.times, traffic.vmem * ran.times),
+        by_model={name: model(work_in[name]) * ran.times for name, model in MODELS.items()},
+        bytes=Bytes(
+            (traffic.hbm - unread.hbm) * ran.times, (traffic.vmem - unread.vmem) * ran.times
+        ),
         moves=module.moves_only(instruction),
         in_loop=ran.depth > 0,
         kernel=module.kernel(instruction) is not None,

@@ -3,6 +3,7 @@
 from rmt_tpu.estimator.collectives import Collective, collectives
 from rmt_tpu.estimator.cost import (
     BEST_GUESS,
+    HIGHEST,
     MODELS,
     KernelCost,
     ProgramCost,
@@ -25,6 +26,7 @@ from rmt_tpu.estimator.topology import DEVICES, TARGETS, TPUS, Target, parse_top
 
 __all__ = [
     "BEST_GUESS",
+    "HIGHEST",
     "DEVICES",
     "MODELS",
     "TARGETS",

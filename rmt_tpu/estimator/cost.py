@@ -88,6 +88,7 @@ MODELS: Mapping[str, CostModel] = MappingProxyType(
     {"least": _least, "best guess": _best_guess, "most": _most}
 )
 BEST_GUESS = "best guess"  # This is the name of the cost model that reports show first.
+HIGHEST = "most"
 
 
 @dataclasses.dataclass(frozen=True)

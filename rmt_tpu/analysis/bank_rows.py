@@ -1,0 +1,73 @@
+"""How many rows of the bank the kernels of a train step read on average.
+
+A model with attention over depth, or with weighted sums over depth, keeps earlier outputs in a
+bank. The bank is allocated for the whole depth, and a layer's kernel skips the rows that are still
+empty. The compiled program does not show this, because the number of rows is an operand.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from flax import nnx
+
+from rmt_tpu import config as cfg
+from rmt_tpu.decoder import Decoder
+from rmt_tpu.estimator.hlo import VMEM, Array, Bytes, Executed, Module
+
+# The names of kernels that skip empty rows begin with one of these.
+_KERNELS = ("depth_attention", "depth_sums")
+
+
+class BankRows(NamedTuple):
+    """The size of the bank, and the share of it that is read.
+
+    Attributes:
+      allocated: the number of rows of the bank.
+      read: the mean number of rows that exist before a group of layers, which is what one pass over
+        the bank reads.
+    """
+
+    allocated: int
+    read: float
+
+    def unread(self, program: Module, executed: Sequence[Executed]) -> dict[str, Bytes]:
+        """Return the bytes of operands and results that each kernel skips, on average per call.
+
+        The keys are names of instructions. Only kernels in the loop over layers are included. The
+        kernel that reads the complete bank after the last layer is outside of this loop.
+        """
+        banks = {ran: arrays for ran in executed if (arrays := self._banks(program, ran))}
+        deepest = max([1, *(ran.depth for ran in banks)])
+        skipped = 1 - self.read / self.allocated
+        total = lambda arrays, space: sum(x.bytes for x in arrays if x.space == space)
+        return {
+            ran.instruction.name: Bytes(*(int(total(arrays, i) * skipped) for i in (0, VMEM)))
+            for ran, arrays in banks.items()
+            if ran.depth == deepest
+        }
+
+    def _banks(self, program: Module, ran: Executed) -> list[Array]:
+        """Return those operands and results of a kernel that have a row for each of the bank's."""
+        kernel = program.kernel(ran.instruction)
+        if kernel is None or not kernel.name.startswith(_KERNELS):
+            return []
+        scope = program.computations[ran.computation]
+        # A kernel may get the same bank several times, once for each block that it reads.
+        operands = [scope[x].arrays for x in dict.fromkeys(ran.instruction.operands) if x in scope]
+        arrays = [array for of in (*operands, ran.instruction.arrays) for array in of]
+        return [x for x in arrays if x.shape[:1] == (self.allocated,) and len(x.shape) > 2]
+
+
+def bank_rows(config: cfg.ModelConfig) -> BankRows | None:
+    """Return how many rows of its bank a model reads on average; None for a model without one."""
+    if not config.mixer.banked:
+        return None
+    mixer = nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0))).mixer
+    read, sublayers = [], 0
+    for stack in config.stacks:
+        period = len(stack.cores)
+        group = mixer.grouping(sublayers, period, stack.repeat).layers
+        starts = range(0, stack.repeat, group)
+        read += [mixer.first_row(sublayers + start * period) for start in starts]
+        sublayers += stack.num_sublayers
+    return BankRows(mixer.num_rows, sum(read) / len(read))
