@@ -58,6 +58,8 @@ from pallas_kernels.target import target
 # The maximum of `vmem_bytes`, in units of 1/60 of the VMEM limit. It is less than 60 because
 # `vmem_bytes` does not count all of the compiler's temporaries.
 _BUDGET = 54
+# The bytes of VMEM that `vmem_bytes` leaves to these temporaries at least, which matters on v4.
+_TEMPORARIES = 4 * 2**20
 # With at most this many sources and few sites, latency dominates, because a kernel computes little
 # per group of tokens. More groups are therefore unrolled into one loop body.
 _FEW_SOURCES = 4
@@ -192,7 +194,7 @@ def partial_backward(
 def merge(
     operands: Merge,
     *,
-    norm: Norm,
+    norm: Norm | None,
     epsilon: int | float,
     norm_epsilon: int | float,
     block_sizes: BlockSizes | None = None,
@@ -224,7 +226,7 @@ def merge_backward(
     operands: Merge,
     cotangents: MergeCotangents,
     *,
-    norm: Norm,
+    norm: Norm | None,
     epsilon: int | float,
     norm_epsilon: int | float,
     block_sizes: BlockSizes | None = None,
@@ -249,7 +251,7 @@ def merge_backward(
     )
     outputs = {
         "d_query": of_parameter,
-        "d_norm_gain": of_parameter,
+        **({} if norm is None else {"d_norm_gain": of_parameter}),
         "d_mixed": (inputs["d_mixed_in"][0], of_site),
         "d_current": (inputs["current"][0], token),
         "d_log_sums": _tiled(call, None),
@@ -260,19 +262,20 @@ def merge_backward(
         "depth_attention_merge_backward",
         inputs,
         outputs,
-        _rows_scratch(call, "h", "difference", "a"),
+        _rows_scratch(call, "h", "difference", *(() if norm is None else ("a",))),
         flops=40 * current.size,
         interpret=interpret,
         aliased={"d_current_in": "d_current", "d_mixed_in": "d_mixed"},
         prefetch={"site": operands.site.reshape(1)},
     )
     T, D = current.shape
+    of_gain = None if norm is None else jnp.sum(out["d_norm_gain"], axis=(0, 1))[:D]
     return MergeGradients(
         query=jnp.sum(out["d_query"], axis=(0, 1))[:D],
         mixed=out["d_mixed"][:, :T, :D],
         log_sums=_untiled(out["d_log_sums"])[0, :T],
         current=out["d_current"][:T, :D],
-        norm_gain=jnp.sum(out["d_norm_gain"], axis=(0, 1))[:D],
+        norm_gain=of_gain,
     )
 
 
@@ -285,8 +288,6 @@ def unsupported(op: str, operands: Partial | Merge, *others: Any) -> str | None:
         return "arrays that are neither bfloat16 nor float32"
     if isinstance(operands, Merge):
         T, D = operands.current.shape
-        if operands.norm_gain is None:
-            return "a merge without a norm"
         if default_block_sizes(op, 0, 1, T, D, "float32") is None:
             return f"D={D}: {GROUP} tokens do not fit in VMEM"
         return None
@@ -355,10 +356,11 @@ def _merge_call(
 
 
 def _merge_inputs(call: VectorsCall, operands: Merge):
+    gain = operands.norm_gain
     return {
         "active": operand.in_smem(operands.active.reshape(1).astype(jnp.int32)),
         "query": operand.constant(_parameter(call, operands.query)),
-        "norm_gain": operand.constant(_parameter(call, operands.norm_gain)),
+        **({} if gain is None else {"norm_gain": operand.constant(_parameter(call, gain))}),
         "log_sums": _tiled(call, operands.log_sums[None]),
         "mixed": (_padded_width(call, operands.mixed), _by_site(call)),
         "current": (_padded_width(call, operands.current), _by_token(call)),
@@ -426,10 +428,11 @@ def default_block_sizes(
         # unrolled. Newer chips have more registers.
         newer = target().slug in _NEWER
         unroll = 4 if op == "partial" and S > (8 if newer else 2) else 8
+    budget = min(target().vmem_part(_BUDGET), target().vmem_limit - _TEMPORARIES)
     fitting = [
         BlockSizes(t, unroll=unroll, weight_pieces=2 if S <= 2 else 1)
         for t in sizes
-        if vmem_bytes(op, N, S, D, dtype, min(t, tokens), wide_prior) <= target().vmem_part(_BUDGET)
+        if vmem_bytes(op, N, S, D, dtype, min(t, tokens), wide_prior) <= budget
     ]
     # Prefer larger tiles, because they hide latency better. Prefer an even number of full tiles,
     # because two cores can share these.

@@ -64,7 +64,7 @@ class VectorsCall(TiledCall):
     epsilon: int | float
     blocks: BlockSizes
     interpret: bool
-    norm: Norm = "layernorm"
+    norm: Norm | None = "layernorm"
     norm_epsilon: int | float = 0.0
 
     @property

@@ -4,6 +4,8 @@ The kernels process one group of GROUP tokens at a time, on the vector unit. Int
 used several times are kept in VMEM in float32. This is cheaper than computing them again.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
@@ -25,15 +27,17 @@ from pallas_kernels.depth_attention.mosaic_tpu_kernels import (
 
 
 def merge(inputs, outputs, scratch, *, call: VectorsCall):
-    """Compute z, one site's normalised mix, for one tile of tokens."""
+    """Compute z, one site's mix, normalised if there is a norm, for one tile of tokens."""
 
     def rows_of(group):
         rows = group_rows(group)
         h = scratch["h"].at[rows]
         _mix(call, inputs, group, h)
-        rstd = centre(call, h)
+        rstd = None if call.norm is None else centre(call, h)
         for lanes in call.lane_blocks:
-            z = h[:, lanes] * rstd * inputs["norm_gain"][:, lanes]
+            z = h[:, lanes]
+            if rstd is not None:
+                z = z * rstd * inputs["norm_gain"][:, lanes]
             outputs["z"][rows, lanes] = z.astype(outputs["z"].dtype)
 
     each_group(call, rows_of)
@@ -44,16 +48,16 @@ def merge_backward(inputs, outputs, scratch, *, call: VectorsCall):
 
     A parameter's cotangent has 8 rows of partial sums, which the caller adds up. Let n be the
     normalised h, h_rstd the rstd of h, and a = norm_gain * d_z. The cotangent of h is `d_h = h_rstd
-    (a - mean(a) - n mean(a n))`. For rmsnorm, the term mean(a) is absent. The gradient of `mixed`
-    is `(1 - p) d_h`. Let `d_logit = p (1 - p) <d_h, current - mixed>`. The gradient of `current` is
-    `p d_h + d_logit (rstd query - rstd^2 / D logit current)`. It is added to the cotangent of
-    `current`.
+    (a - mean(a) - n mean(a n))`. For rmsnorm, the term mean(a) is absent. Without a norm, d_h is
+    d_z. The gradient of `mixed` is `(1 - p) d_h`. Let `d_logit = p (1 - p) <d_h, current - mixed>`.
+    The gradient of `current` is `p d_h + d_logit (rstd query - rstd^2 / D logit current)`. It is
+    added to the cotangent of `current`.
     """
     tile = Tile(call)
 
     @pl.when(tile.first)
     def _():
-        for name in ("d_query", "d_norm_gain"):
+        for name in {"d_query", "d_norm_gain"} & outputs.keys():
             outputs[name][...] = jnp.zeros_like(outputs[name])
 
     outputs["d_log_sums"][...] = jnp.zeros_like(outputs["d_log_sums"])
@@ -71,24 +75,16 @@ def merge_backward(inputs, outputs, scratch, *, call: VectorsCall):
         rows = group_rows(group)
         # The buffer `h` contains first the mix h, then the normalised h (n), then the cotangent
         # d_h. The buffer `difference` contains current - mixed.
-        h, difference, a = (scratch[k].at[rows] for k in ("h", "difference", "a"))
+        h, difference = (scratch[k].at[rows] for k in ("h", "difference"))
         wide = lambda name, lanes: inputs[name][rows, lanes].astype(jnp.float32)
         p, logit, rstd = _mix(call, inputs, group, h, difference)
-        h_rstd = centre(call, h)
-        sum_a = sum_an = zero
-        for lanes in call.lane_blocks:
-            n, d_z = h[:, lanes] * h_rstd, wide("d_z", lanes)
-            d_n = d_z * inputs["norm_gain"][:, lanes]
-            h[:, lanes], a[:, lanes] = n, d_n
-            sum_a = sum_a + fold_lanes(d_n)
-            sum_an = sum_an + fold_lanes(d_n * n)
-            outputs["d_norm_gain"][0, :, lanes] += fold_rows(existing(d_z * n, group))
-        mean_a = total(sum_a) / call.size if call.norm == "layernorm" else None
-        slope = total(sum_an) / call.size
+        if call.norm is None:
+            of_mix = functools.partial(wide, "d_z")
+        else:
+            of_mix = _undo_norm(call, inputs, outputs, h, scratch["a"].at[rows], group, existing)
         products = zero
         for lanes in call.lane_blocks:
-            d_h = a[:, lanes] - h[:, lanes] * slope
-            d_h = (d_h if mean_a is None else d_h - mean_a) * h_rstd
+            d_h = of_mix(lanes)
             outputs["d_mixed"][rows, lanes] = (d_h - p * d_h).astype(outputs["d_mixed"].dtype)
             products = products + fold_lanes(d_h * difference[:, lanes])
             h[:, lanes] = d_h
@@ -105,6 +101,35 @@ def merge_backward(inputs, outputs, scratch, *, call: VectorsCall):
             outputs["d_query"][0, :, lanes] += fold_rows(existing(product, group))
 
     each_group(call, rows_of)
+
+
+def _undo_norm(call, inputs, outputs, h, a, group, existing):
+    """Start the backward pass of the norm for one group of tokens.
+
+    The mix in `h` is replaced by the normalised mix, a is written to the buffer `a`, and the gain's
+    cotangent is added up. `existing` replaces numbers beyond the last token.
+
+    Returns:
+      A function from a block of lanes to the cotangent of the mix there.
+    """
+    rows, zero = group_rows(group), jnp.zeros((GROUP, LANES), jnp.float32)
+    h_rstd = centre(call, h)
+    sum_a = sum_an = zero
+    for lanes in call.lane_blocks:
+        n, d_z = h[:, lanes] * h_rstd, inputs["d_z"][rows, lanes].astype(jnp.float32)
+        d_n = d_z * inputs["norm_gain"][:, lanes]
+        h[:, lanes], a[:, lanes] = n, d_n
+        sum_a = sum_a + fold_lanes(d_n)
+        sum_an = sum_an + fold_lanes(d_n * n)
+        outputs["d_norm_gain"][0, :, lanes] += fold_rows(existing(d_z * n, group))
+    mean_a = total(sum_a) / call.size if call.norm == "layernorm" else None
+    slope = total(sum_an) / call.size
+
+    def of_mix(lanes):
+        d_h = a[:, lanes] - h[:, lanes] * slope
+        return (d_h if mean_a is None else d_h - mean_a) * h_rstd
+
+    return of_mix
 
 
 def _mix(call, inputs, group, h, difference=None):

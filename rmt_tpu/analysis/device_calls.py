@@ -119,8 +119,7 @@ def _depth(call: TracedCall) -> Iterator[DeviceCase]:
             )
             backward = call.op == "merge_read_backward"
             dtype = call.args[2].z.dtype if backward else call.options["dtype"]
-        if call.options["norm"] is not None:
-            make = functools.partial(make, norm=call.options["norm"])
+        make = functools.partial(make, norm=call.options["norm"])
         S, *entries = operands.mixed.shape[:1] + operands.query.shape
         N, tokens = 1, operands.current.shape[: -len(entries)]
         dtype = dtype or operands.current.dtype

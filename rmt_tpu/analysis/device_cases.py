@@ -64,6 +64,7 @@ def _depth(scale: Scale) -> Iterator[DeviceCase]:
     yield depth.partial_backward(*vectors[0])
     yield depth.partial(*vectors[1], prior=True)
     yield depth.merge(*vectors[1], norm="rmsnorm")
+    yield depth.merge(*vectors[1], norm=None)
     for size, tokens, matrix in matrices:
         yield depth.partial(size, tokens, matrix)
         yield depth.merge(size, tokens, matrix)

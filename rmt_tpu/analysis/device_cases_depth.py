@@ -126,15 +126,16 @@ def merge(
     tokens: Tokens,
     matrix: Tokens | None = None,
     dtype: str = "bfloat16",
-    norm: Norm = "layernorm",
+    norm: Norm | None = "layernorm",
 ) -> DeviceCase:
     """Return a test case that adds one more source to the depth attention of a site.
 
     A partial result covers the earlier sources, and the merged site is its last one.
 
-    If the residual is a vector, the merge also normalizes its result. For a matrix, `norm` is
-    ignored.
+    If the residual is a vector, the merge also normalizes its result, unless `norm` is None. For a
+    matrix, `norm` is ignored.
     """
+    norm = None if matrix else norm
 
     def function(implementation, mixed, log_sums, current, query, norm_gain=None):
         mixed, current, z = pallas_kernels.depth_attention_merge(
@@ -144,18 +145,18 @@ def merge(
             current,
             query,
             norm_gain,
-            norm=None if matrix else norm,
+            norm=norm,
             implementation=implementation,
         )
         return {"mixed": mixed, "current": current, "z": z}
 
     return DeviceCase(
         "depth_attention_matrices_merge" if matrix else "depth_attention_merge",
-        _depth_words(size, tokens, matrix, dtype) + ("" if matrix else f" {norm}"),
+        _depth_words(size, tokens, matrix, dtype) + ("" if matrix else f" {norm or 'no norm'}"),
         function,
-        functools.partial(_merge_inputs, size, tokens, matrix or (size.D,), dtype),
+        functools.partial(_merge_inputs, size, tokens, matrix or (size.D,), dtype, norm=norm),
         15 * tokens[0] * tokens[1] * size.D,
-        reference=functools.partial(_merge_plainly, None if matrix else norm),
+        reference=functools.partial(_merge_plainly, norm),
     )
 
 
@@ -308,14 +309,16 @@ def _partial_plainly(queries, sources, prior_mixed=None, prior_log_sums=None) ->
     }
 
 
-def _merge_inputs(size: Depth, tokens: Tokens, entries, dtype: str) -> Arrays:
+def _merge_inputs(
+    size: Depth, tokens: Tokens, entries, dtype: str, norm: Norm | None = None
+) -> Arrays:
     inputs = {
         "mixed": normal(12, dtype, size.S, *tokens, *entries),
         "log_sums": normal(13, "float32", *tokens),
         "current": normal(14, dtype, *tokens, *entries),
         "query": normal(15, "float32", *entries, scale=0.1),
     }
-    if len(entries) > 1:
+    if norm is None:
         return inputs
     return inputs | {"norm_gain": 1 + normal(16, "float32", *entries, scale=0.1)}
 

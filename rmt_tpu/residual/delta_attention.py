@@ -30,8 +30,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float
 
+import pallas_kernels
 from rmt_tpu import config as cfg
 from rmt_tpu.layers import stacks
 from rmt_tpu.layers.data_vectors import Read
@@ -164,23 +165,62 @@ class DeltaAttention(DepthAttention):
 
         See `protocols.BankMixer`.
         """
-        place, h = at.sublayer - at.group, prior.residual
-        mixed, mean = stacks.slice_once(prior.mixed, place)
+        place, active = at.sublayer - at.group, jnp.asarray(at.sublayer % self.block > 0)
         of_sites, log_sums = stacks.slice_once(prior.log_sums, place)
-        prior = prior._replace(mixed=mixed, log_sums=of_sites)
+        prior, h = prior._replace(log_sums=of_sites), prior.residual
+        sealed = prior.mixed, log_sums, place
         if rows is not None:
             count = self.row(at.sublayer) - self.first_row(at.group)
-            before = (_with_zeros(mean[None]), _with_zeros(log_sums[None], -jnp.inf))
-            rows, means, of_both = self._of_rows(_with_zeros(score[None]), rows, count, before)
-            mean, log_sums, h = means[0], of_both[0], h + count * means[1]
-        if self.block > 1:
-            active = jnp.asarray(at.sublayer % self.block > 0)
-            before, running = (mean[None], log_sums[None]), active.astype(jnp.int32)
-            (mean,), (log_sums,) = self._partial(score[None], current[None], running, before)
-            # Before a block's first output, the running sum may contain arbitrary values.
-            h = h + jnp.where(active, current, 0)
+            h = h + _sum_of_first(rows, count)
+            mixed, mean = stacks.slice_once(prior.mixed, place)
+            prior, before = prior._replace(mixed=mixed), (mean[None], log_sums[None])
+            rows, mixed, log_sums = self._of_rows(score[None], rows, count, before)
+            sealed = mixed, log_sums[0], 0
+        mixed, current, mean, log_sums = self._with_running(score, sealed, current, active, site)
+        if rows is None:
+            prior = prior._replace(mixed=mixed)
+        # Before a block's first output, the running sum may contain arbitrary values.
+        h = h + jnp.where(active, current, 0)
         u = site.mix.add(h, mean, log_sums)
         return prior, rows, current, store.read(u, site, store.compute_dtype)
+
+    @jax.named_scope("residual")
+    def _with_running(
+        self,
+        score: Float[Array, " scored"],
+        sealed: tuple[Float[Array, "sites batch seq *shape"], Float[Array, "batch seq"], Index],
+        current: Row,
+        active: Bool[Array, ""],
+        site: nnx.Module,
+    ) -> tuple[Float[Array, "sites batch seq *shape"], Row, Row, Float[Array, "batch seq"]]:
+        """Attend to the running sum `current` too, which is the delta of an incomplete block.
+
+        Args:
+          score: the site's query, multiplied by its key gain.
+          sealed: the means of other deltas for several sites, the log-sum-exp of this site's
+            logits, and the index of this site's mean.
+          current: the running sum.
+          active: whether there is a running sum.
+          site: the site, which determines whether the log-sum-exp is needed.
+
+        Returns:
+          The means of all sites and the running sum, which replace the arguments; the mean and the
+          log-sum-exp of this site. The latter is only right if there is a null source.
+        """
+        mixed, log_sums, place = sealed
+        if self.block > 1 and not self._divided() and site.mix.null_logit is None:
+            merged = pallas_kernels.depth_attention_merge(
+                *(mixed, log_sums, place, current, score.reshape(current.shape[2:]), None),
+                active=active,
+                norm=None,
+                epsilon=self.epsilon,
+            )
+            return *merged, log_sums
+        mixed, mean = stacks.slice_once(mixed, place)
+        if self.block > 1:
+            before, running = (mean[None], log_sums[None]), active.astype(jnp.int32)
+            (mean,), (log_sums,) = self._partial(score[None], current[None], running, before)
+        return mixed, current, mean, log_sums
 
     # Methods for analysis ------------------------------------------------------------------------
 
@@ -212,6 +252,13 @@ class DeltaAttention(DepthAttention):
         return dataclasses.replace(super().depth_weights(names, means), signed=True)
 
 
-def _with_zeros(rows: Float[Array, "rows *shape"], value: float = 0.0) -> Array:
-    """Append a row that is filled with `value`."""
-    return jnp.concatenate([rows, jnp.full_like(rows[:1], value)])
+def _sum_of_first(rows: Bank, count: Index) -> Row:
+    """Return the sum of the first `count` rows; later rows may contain arbitrary values."""
+    first = jnp.arange(len(rows)).reshape(-1, *(1,) * (rows.ndim - 1)) < count
+    wide = jnp.result_type(rows, jnp.float32)
+    return jnp.sum(jnp.where(first, rows, 0), axis=0, dtype=wide).astype(rows.dtype)
+
+
+def _with_zeros(rows: Float[Array, "rows *shape"]) -> Array:
+    """Append a row of zeros."""
+    return jnp.concatenate([rows, jnp.zeros_like(rows[:1])])

@@ -27,6 +27,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
 import sharding
@@ -129,10 +130,14 @@ class ResidualScalars(nnx.Module):
         if mix is None or mix.value_scale is None:
             return ScalarsState(h, x_0, v_1), z
         first = index == self.first_attention
-        others, v = jnp.split(z.heads, [z.heads.shape[2] - v_1.shape[2]], axis=2)
+        others = z.heads.shape[2] - v_1.shape[2]
+        # The gradients of the scalars need V_l. If it has this name, no policy of rematerialisation
+        # keeps the queries and keys a second time.
+        v = checkpoint_name(z.heads[:, :, others:], "heads")
         v_1 = jnp.where(first, v, v_1)
         mixed = _weighted_sum((mix.first_value_scale, v_1), (mix.value_scale, v))
-        heads = jnp.concatenate([others, jnp.where(first, v, mixed)], axis=2)
+        mixed = jnp.where(first, v, mixed)
+        heads = jax.lax.dynamic_update_slice_in_dim(z.heads, mixed, others, axis=2)
         return ScalarsState(h, x_0, v_1), z._replace(heads=heads)
 
 

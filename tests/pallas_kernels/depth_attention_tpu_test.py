@@ -105,6 +105,7 @@ class TestKernels(Battery):
     merges = (
         MergeCase((130,), (200,), "layernorm", "bfloat16", BlockSizes(48)),
         MergeCase((40,), (128,), "rmsnorm", "float32", BlockSizes(48)),
+        MergeCase((70,), (200,), None, "bfloat16", BlockSizes(48)),
         *later((MergeCase((1,), (256,), "rmsnorm", "bfloat16", BlockSizes(48)),)),
     )
 
@@ -297,6 +298,15 @@ def test_partial_compiles(topology, size, T, dtype):
 
 
 @pytest.mark.compile
+def test_a_prior_leaves_room_for_temporaries_on_v4():
+    size, options = Depth(8, 9, 2048), {"epsilon": EPSILON}
+    given = size.partial((8192,), prior=True, array=place_on("v4:2x2x1"))
+    with lowering_for("TPU v4"):
+        compiled = jax.jit(lambda x: mosaic_tpu.partial(x, **options)).lower(given).compile()
+    assert re.search("custom-call.*depth_attention_partial", compiled.as_text())
+
+
+@pytest.mark.compile
 def test_partial_with_a_prior_in_float32_compiles():
     given = MANY_SITES.partial((512,), prior=True, array=place_on("v5e:2x2"))
     mixed, log_sums = given.prior
@@ -318,23 +328,26 @@ def compile_partial(given):
 
 @pytest.mark.compile
 @pytest.mark.parametrize(
-    "topology, T, D",
+    "topology, T, D, norm",
     [
-        ("v5e:2x2", 8192, 2048),
-        ("v5p:2x2x1", 7, 7168),
-        ("v6e:2x2", 1, 1024),
-        ("v6e:2x2", 1000, 200),
-        ("tpu7x:2x2x1", 1024, 2048),
+        ("v5e:2x2", 8192, 2048, "layernorm"),
+        ("v5e:2x2", 8192, 768, None),
+        ("v5p:2x2x1", 7, 7168, "layernorm"),
+        ("v6e:2x2", 1, 1024, "layernorm"),
+        ("v6e:2x2", 1000, 200, "layernorm"),
+        ("tpu7x:2x2x1", 1024, 2048, "layernorm"),
+        ("tpu7x:2x2x1", 1000, 2048, None),
     ],
 )
-def test_merge_compiles(topology, T, D):
-    options = {"norm": "layernorm", "epsilon": EPSILON, "norm_epsilon": NORM_EPSILON}
+def test_merge_compiles(topology, T, D, norm):
+    options = {"norm": norm, "epsilon": EPSILON, "norm_epsilon": NORM_EPSILON}
 
     def both(given, d_mixed):
         z = mosaic_tpu.merge(given, **options)
         return z, mosaic_tpu.merge_backward(given, MergeCotangents(z, d_mixed, z), **options)
 
     given = Depth(4, 1, D).merge((T,), array=place_on(topology))
+    given = given if norm else given._replace(norm_gain=None)
     compiled = jax.jit(both, donate_argnums=1).lower(given, given.mixed).compile()
     text = compiled.as_text()
     for name in ("merge", "merge_backward"):

@@ -314,7 +314,7 @@ SOURCES = {
     ),
     ("tpu", "depth_attention"): (
         1,
-        "c35ee6ebfe3bdeb9",
+        "789a397be9ff7e4f",
         "mosaic_tpu_kernels.py",
         "mosaic_tpu_tiles.py",
         "mosaic_tpu_merge_kernels.py",

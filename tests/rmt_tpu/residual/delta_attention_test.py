@@ -21,6 +21,8 @@ DELTAS = {
     "1 layer, null": cfg.DeltaAttention(layers_per_block=1, null_source=0.5),
     "3 sublayers, null": cfg.DeltaAttention(sublayers_per_block=3, null_source=0.0),
     "6 sublayers, 2 left over": cfg.DeltaAttention(sublayers_per_block=6, null_source=1.0),
+    "2 layers": cfg.DeltaAttention(layers_per_block=2),
+    "3 sublayers": cfg.DeltaAttention(sublayers_per_block=3),
     "1 block, no gain": cfg.DeltaAttention(num_blocks=1, key_gain=False),
 }
 SYSTEMS = [
@@ -29,7 +31,7 @@ SYSTEMS = [
     for name in DELTAS
     for remat in ("full", "blocks")
 ]
-FAST = [("matrix", "1 layer, null", "full")]
+FAST = [("matrix", "1 layer, null", "full"), ("vector", "3 sublayers", "full")]
 
 
 def mix_of(mixer, depth):
@@ -82,7 +84,7 @@ def test_vectors_held_in_whole_tiles_are_the_same_vectors():
 @pytest.mark.slow
 def test_queries_get_a_gradient_once_their_gate_has_moved():
     """Queries get no gradient while their gate is 0, and one after the gate's first step."""
-    config = models.model("vector", mixer=cfg.DeltaAttention(num_blocks=2), num_layers=2)
+    config = models.model("vector", mixer=cfg.DeltaAttention(num_blocks=3), num_layers=3)
     _, params = models.split(config)
     run, tree = checks.gradients_and_logits(config), lambda n: metadata(models.abstract(config), n)
     optimizer = make_optimizer(
