@@ -112,16 +112,16 @@ class Attention(Heads):
     def kept_numbers(self, width: int, *, rebuilt: bool = False) -> int:
         """Return the count of queries, keys, values, outputs and log-sums.
 
-        The product with W_QKV is kept as well if it is normed or contains gates, and so is what the
-        core writes if that is normed. If the residual is rebuilt, queries, keys and values are read
-        from it again, unless there are gates.
+        The product with W_QKV is kept as well if it is normed, and so are gates, and what the core
+        writes if that is normed. If the residual is rebuilt, queries, keys and values are read from
+        it again, unless there are gates.
         """
         # A log-sum in float32 takes the memory of two numbers in bfloat16.
         qkv, out, log_sums = sum(self.qkv_heads), self.num_heads, 2 * self.num_heads
         if rebuilt:
-            return log_sums + self.output_gate * (qkv + out) * self.head_dim
+            return log_sums + self.output_gate * (qkv + 2 * out) * self.head_dim
         heads = qkv + out + self.output_gate * out
-        heads += (self.output_gate or self.query_key_norm) * qkv
+        heads += self.query_key_norm * (qkv + self.output_gate * out)
         return heads * self.head_dim + log_sums + (self.normed != "input") * width
 
     @property

@@ -33,6 +33,8 @@ class System(Checked):
       by_layers: whether the mixer treats two consecutive sublayers as one layer.
       banked: whether the mixer keeps earlier outputs, or sums of them, as the rows of an array
         called the bank.
+      kept_residuals: the largest number of residual vectors per token that the forward pass keeps
+        for each sublayer, if it does not rebuild them; None if this is not known.
       adds_up: whether outputs are summed over depth. If so, weights that write to the residual
         start smaller in deeper models, and the input of each sublayer is normalised.
       decode_kernels: whether the mixer has kernels for decode steps with a vector store.
@@ -48,6 +50,7 @@ class System(Checked):
     remats: ClassVar[tuple[str, ...]] = ("none", "dots", "offload", "full")
     by_layers: ClassVar[bool] = False
     banked: ClassVar[bool] = False
+    kept_residuals: ClassVar[int | None] = None
     adds_up: ClassVar[bool] = True
     second_input: ClassVar[int] = 1
     decode_kernels: ClassVar[bool] = False
@@ -92,3 +95,5 @@ class BankedSystem(System):
     on_matrix: ClassVar[bool] = True
     remats: ClassVar[tuple[str, ...]] = ("dots", "offload", "full", "blocks")
     banked: ClassVar[bool] = True
+    # A bank has at most one row per sublayer, a gradient of each, and running sums.
+    kept_residuals: ClassVar[int | None] = 3

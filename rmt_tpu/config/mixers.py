@@ -34,6 +34,7 @@ class Sum(System):
 
     kind: ClassVar[str] = "sum"
     on_matrix: ClassVar[bool] = True
+    kept_residuals: ClassVar[int | None] = 1
     remats: ClassVar[tuple[str, ...]] = (
         "none",
         "dots",

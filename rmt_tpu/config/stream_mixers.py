@@ -195,6 +195,11 @@ class WideStreams(System):
                 "and below 1"
             )
 
+    @property
+    def kept_residuals(self) -> int:
+        """All streams before each layer, and two vectors per sublayer."""
+        return -(-self.streams // 2) + 2
+
     def plain_start(self, model: Sizes) -> PlainStart:
         """Return whether a new model computes the same as a model with a standard residual.
 
@@ -236,6 +241,8 @@ class ResidualScalars(System):
 
     kind: ClassVar[str] = "residual_scalars"
     on_matrix: ClassVar[bool] = True
+    # The residual, x_0, V_1 and the values of each layer: 5 vectors for two sublayers.
+    kept_residuals: ClassVar[int | None] = 3
     scalars: bool = True
     values: bool = True
     residual_scale: Finite = 1.0

@@ -265,7 +265,8 @@ class Attention(Core):
             return None, z
         count = self.core.num_heads // self._read_devices
         gates, others = jnp.split(z.heads, [count], axis=2)
-        return self._to_heads(gates), z._replace(heads=others)
+        # With this name, no policy of rematerialisation keeps the queries, keys and values twice.
+        return checkpoint_name(self._to_heads(gates), "heads"), z._replace(heads=others)
 
     def _output(self, y):
         """Return the vectors that are written to the residual.

@@ -49,17 +49,17 @@ class Devices(NamedTuple):
 def keeps_products(config: RunConfig, devices: Devices) -> Choice | None:
     """Choose whether all products with weights are kept for the backward pass.
 
-    The result is None if the run has a pipeline, or if the model has neither a plain residual
-    vector, nor a bank of vectors, nor a residual matrix that the backward pass rebuilds.
+    The result is None if the run has a pipeline, if the model has residual matrices that the
+    backward pass does not rebuild, or if it is not known how many residuals the mixer keeps.
 
     Args:
       config: the run's config.
       devices: the devices that the run trains on.
     """
     model, chip = config.model, chip_of(devices.kind)
-    # Other mixers keep several residuals.
-    has_one = "reversible" in model.mixer.remats or model.mixer.banked
-    if model.store.has_keys and not model.rebuilds_residual or not has_one:
+    if model.store.has_keys and not model.rebuilds_residual:
+        return None
+    if model.mixer.kept_residuals is None:
         return None
     if sharding.parse_mesh(config.train.mesh).get("stage", 1) != 1:
         return None
@@ -86,9 +86,8 @@ def keeps_products(config: RunConfig, devices: Devices) -> Choice | None:
 def _kept_per_token(config: RunConfig) -> int | None:
     """Return the bytes that all layers keep for each token, or None if this is not known."""
     model, (vectors, size) = config.model, config.model.data_shape
-    # A bank has at most one row per sublayer, a gradient of each, and running sums.
-    rows = 3 if model.mixer.banked else 1
-    of_residual = rows * jnp.dtype(residual_dtype(model)).itemsize * model.residual_size
+    rows, of_entry = model.mixer.kept_residuals, jnp.dtype(residual_dtype(model)).itemsize
+    of_residual = rows * of_entry * model.residual_size
     of_number, total = jnp.dtype(compute_dtype(model.compute_dtype)).itemsize, 0
     if model.rebuilds_residual:
         # There is one residual and its gradient. The outputs of all cores are kept instead.

@@ -59,6 +59,8 @@ def config_of(preset, changes):
         ("attnres-528m", {"train.batch_size": 64}, Devices(V5E, 1), "full"),
         ("rmt-attnres-305m", {}, Devices(V5E, 1), "full"),
         ("gpt2-405m", {"model.mixer": "hyper_connections"}, Devices(V5E, 1), "full"),
+        ("gpt2-405m", {"model.mixer": "residual_scalars"}, Devices(V5E, 1), "dots"),
+        ("gpt2-160m", {"model.mixer": "wide_streams"}, Devices(V5E, 1), "dots"),
         ("kimi-tiny", {"model.mixer": "sum"}, Devices(V5E, 1), "full"),
         ("llama-374m", {"model.attention.query_key_norm": True}, Devices(V5E, 1), "dots"),
         ("llama-374m", NORMED, Devices(V5E, 1), "dots"),
@@ -104,6 +106,7 @@ def stacked_numbers(model, seq_len=256):
         ("gpt2-tiny", {}),
         ("gpt2-tiny", {"model.attention.query_key_norm": True} | NORMED),
         ("gpt2-tiny", {"model.feed_forward.activation": "swiglu"} | GATED),
+        ("gpt2-tiny", {"model.attention.query_key_norm": True} | GATED),
         ("rmt-tiny", GATED),
     ],
 )
@@ -118,6 +121,25 @@ def test_cores_keep_as_many_numbers_as_they_say(preset, changes):
     # its sublayers writes in a stack of this length, and a float32 statistic of each norm.
     rest = 2 * model.width if not rebuilt else model.width + 2 * 2 * 2
     assert stacked_numbers(model) == said + rest
+
+
+@pytest.mark.parametrize(
+    ("mixer", "rows"),
+    [
+        ({"model.mixer": "sum"}, 2),
+        ({"model.mixer": "residual_scalars"}, 5),
+        ({"model.mixer": "residual_scalars", "model.mixer.values": False}, 3),
+        ({"model.mixer": "wide_streams", "model.mixer.streams": 3}, 7),
+        ({"model.mixer": "wide_streams", "model.mixer.streams": 8}, 12),
+    ],
+)
+def test_mixers_keep_at_most_as_many_residuals_as_they_say(mixer, rows):
+    """For the two sublayers of a layer, besides what the cores keep."""
+    model = config_of("gpt2-tiny", {"model.remat": "dots"} | mixer).model
+    model = resolve_auto(dataclasses.replace(run("gpt2-tiny"), model=model)).model
+    cores = sum(core.kept_numbers(model.width) for core in model.stacks[0].cores)
+    assert stacked_numbers(model) == cores + rows * model.width
+    assert rows <= 2 * model.mixer.kept_residuals
 
 
 @pytest.mark.slow
