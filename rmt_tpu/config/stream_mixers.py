@@ -197,8 +197,8 @@ class WideStreams(System):
 
     @property
     def kept_residuals(self) -> int:
-        """All streams before each layer, and two vectors per sublayer."""
-        return -(-self.streams // 2) + 2
+        """All streams before each layer, and what each sublayer writes."""
+        return -(-self.streams // 2) + 1
 
     def plain_start(self, model: Sizes) -> PlainStart:
         """Return whether a new model computes the same as a model with a standard residual.

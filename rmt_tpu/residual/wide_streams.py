@@ -107,7 +107,7 @@ class WideStreams(nnx.Module):
     ) -> tuple[WideState, Read]:
         """Write the preceding output y to all streams, and read their weighted sum."""
         streams, write, keep = state
-        term = store.write(jnp.zeros(streams[0].shape, write.dtype), y, site.writer)
+        term = store.write(jnp.zeros_like(streams[0]), y, site.writer)
         streams = tuple(
             ((x if keep is None else keep[i] * x) + write[i] * term).astype(x.dtype)
             for i, x in enumerate(streams)

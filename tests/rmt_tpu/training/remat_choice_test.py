@@ -129,8 +129,8 @@ def test_cores_keep_as_many_numbers_as_they_say(preset, changes):
         ({"model.mixer": "sum"}, 2),
         ({"model.mixer": "residual_scalars"}, 5),
         ({"model.mixer": "residual_scalars", "model.mixer.values": False}, 3),
-        ({"model.mixer": "wide_streams", "model.mixer.streams": 3}, 7),
-        ({"model.mixer": "wide_streams", "model.mixer.streams": 8}, 12),
+        ({"model.mixer": "wide_streams", "model.mixer.streams": 3}, 5),
+        ({"model.mixer": "wide_streams", "model.mixer.streams": 8}, 10),
     ],
 )
 def test_mixers_keep_at_most_as_many_residuals_as_they_say(mixer, rows):
