@@ -104,6 +104,11 @@ def _check_flags() -> None:
         raise UsageError("--prompts and --output, the file for the samples, must be given together")
     if _PROMPTS.value is not None and _PROMPT.value:
         raise UsageError("give either --prompt or --prompts")
+    from rmt_tpu.data.tokenizer import utf8
+
+    for stop in _STOP.value:
+        with about_flag("stop", "the text has"):
+            utf8(stop)
     if _PROMPTS.value is None:
         for flag in (_NUM_SAMPLES, _BATCH_SIZE, _LOGPROBS):
             if flag.value != flag.default:

@@ -12,7 +12,7 @@ from absl import flags
 
 from recipes import program, trained
 from rmt_tpu import memory
-from rmt_tpu.errors import UsageError, arguments_as_flags
+from rmt_tpu.errors import UsageError, about_flag, arguments_as_flags
 
 _WORKDIR = flags.DEFINE_string(
     "workdir",
@@ -86,7 +86,11 @@ _STEPS = 4
 def main() -> int:
     """Serve the model in --workdir until a signal stops the server, and return 0."""
     trained.check_mesh()
+    from rmt_tpu.data.tokenizer import utf8
     from rmt_tpu.serving import address
+
+    with about_flag("name", "the text has"):
+        utf8(_NAME.value or "")
 
     with address.bind(_HOST.value, _PORT.value) as opened:
         try:
@@ -154,7 +158,6 @@ def _front():
 def _template(tokenizer):
     """Check the chat template of the model, and return it, or None if there is none."""
     from rmt_tpu.data import read_template
-    from rmt_tpu.errors import about_flag
     from rmt_tpu.hub.models import is_hub
     from rmt_tpu.storage import open_folder
 

@@ -306,11 +306,13 @@ class Checkpointer:
             access.
         """
         self._background.join()
-        # All processes use the list of steps from process 0. A network file system may show new
-        # files to some hosts later than to others.
-        steps = processes.from_first(self.steps(), f"list of checkpoints in {self.root}")
-        load = lambda candidate: self._load_together(candidate, like, partial)
-        return self._newest(steps, step, load)
+
+        def steps() -> list[int]:
+            # All processes use the list of steps from process 0. A network file system may show new
+            # files to some hosts later than to others.
+            return processes.from_first(self.steps(), f"list of checkpoints in {self.root}")
+
+        return self._newest(steps, step, lambda found: self._load_together(found, like, partial))
 
     def _load_together(self, step: int, like: Any, partial: bool) -> tuple[int, Any, dict]:
         """Load a step on all processes. If it is damaged on one, all raise the error."""
@@ -390,30 +392,45 @@ class Checkpointer:
             commit = self._read(f"{candidate}/COMMIT", COMMIT_LIMIT)
             return self._read_manifest(candidate, commit.data)
 
-        return self._newest(self.steps(), step, look)
+        return self._newest(self.steps, step, look)
 
-    def _newest(self, steps: list[int], step: int | None, look: Callable[[int], Any]) -> Any:
+    def _newest(
+        self, steps: Callable[[], list[int]], step: int | None, look: Callable[[int], Any]
+    ) -> Any:
         """Return the result of `look` for `step`, or for the newest step that is not damaged.
 
         `look` reads a step and raises Fault if it is damaged. It raises Unavailable if the step
         cannot be accessed. The step may then be undamaged, and an older one would lose training.
         Therefore this method raises Unavailable too.
+
+        `steps` lists the steps. They are listed again after a fault, because another process may
+        have saved a newer step meanwhile, and deleted this one.
         """
+        found = steps()
         if step is not None:
-            self._check_step(steps, step)
-        if not steps:
+            self._check_step(found, step)
+        if not found:
             raise RunError(f"no checkpoint in {self.root}")
-        problems = []
-        for candidate in reversed(steps) if step is None else [step]:
+        problems: dict[int, str] = {}
+        untried = found if step is None else [step]
+        while untried:
+            candidate = untried[-1]
             try:
                 return look(candidate)
             except Unavailable as fault:
                 raise Unavailable(f"cannot read step {candidate} in {self.root}: {fault}") from None
             except Fault as fault:
-                problems.append(f"step {candidate}: {fault}")
-            if step is None:
-                self.report(f"damaged checkpoint in {self.root} skipped: {problems[-1]}")
-        raise RunError(f"no undamaged checkpoint in {self.root}: {'; '.join(problems)}")
+                problems[candidate] = f"step {candidate}: {fault}"
+            if step is not None:
+                break
+            found = steps()
+            if candidate in found:
+                self.report(f"damaged checkpoint in {self.root} skipped: {problems[candidate]}")
+            else:
+                self._damaged.pop(candidate, None)
+            untried = [other for other in found if other not in problems]
+        said = "; ".join(problems.values())
+        raise RunError(f"no undamaged checkpoint in {self.root}: {said}")
 
     def _check_step(self, steps: list[int], step: int) -> None:
         if step not in steps:

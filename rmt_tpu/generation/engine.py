@@ -178,10 +178,12 @@ class Engine:
         # compiled.
         try:
             lengths = [max(1, min(size, tokens) - self.steps) for size in sizes]
-            # The longest text needs a larger cache for its decode steps than for its prompt.
+            # The longest text needs a larger cache for its decode steps than for its prompt. The
+            # longest prompt leaves no room for a second token.
             adjustments = [Adjustment(), Adjustment(min_tokens=1)][: 1 + adjusted]
-            for length in [*lengths, max(1, tokens - 1)]:
-                request = Request(np.zeros(length, int), Sampling(max_tokens=2), scored=scored)
+            count = dict.fromkeys([*lengths, max(1, tokens - 1)], 2) | {tokens: 1}
+            for length, new in count.items():
+                request = Request(np.zeros(length, int), Sampling(max_tokens=new), scored=scored)
                 for adjustment in adjustments:
                     self.submit(request._replace(adjustment=adjustment))
                     while self.open_requests:

@@ -358,7 +358,7 @@ def _position_values(family: Family, layers: Sequence[tuple]) -> dict[str, Any]:
     values = rope_values(family, ropes) | window_values(family, windows)
     if PARTIAL_ROPE in family.traits:
         # Readers truncate factor * size. Adding 0.5 makes the truncated product equal dims.
-        dims, size = ropes.full.dims, attention.head_dim
+        dims, size = ropes.full.dims or attention.head_dim, attention.head_dim
         rounded = int(size * (dims / size)) < dims
         values["partial_rotary_factor"] = (dims + 0.5 * rounded) / size
     if GEMMA in family.traits:

@@ -51,7 +51,7 @@ def tokenizer_config(
     """
     of_template = {} if template is None else template.standalone_json()
     of_bytes = isinstance(tokenizer, data.ByteTokenizer)
-    name = byte_names().__getitem__ if of_bytes else tokenizer.token_name
+    name = dict(enumerate(byte_names())).get if of_bytes else tokenizer.token_name
     names = [name(token) for token in (tokenizer.bos, tokenizer.ends[0])]
     if None in names:
         return of_template

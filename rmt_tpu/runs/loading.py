@@ -90,7 +90,7 @@ def load_step(workdir: Location, step: int | None = None, *, mesh: str | None = 
     _check_finite(state["params"], f"step {step} of {folder}")
     decoder = nnx.merge(graphdef, state["params"])
     tokenizer = load_saved(folder)
-    tokenizer.starts, tokenizer.ends = text_ends.load(folder, tokenizer)
+    tokenizer.starts, tokenizer.ends = text_ends.load(folder, tokenizer, config.model.vocab_size)
     return Loaded(decoder, tokenizer, step, config.data.seq_len)
 
 

@@ -11,6 +11,7 @@ from rmt_tpu.errors import UsageError
 from rmt_tpu.hub.fields import Fields
 from rmt_tpu.hub.models import GENERATION, describe, is_hub, special_tokens
 from rmt_tpu.hub.tokens import read_tokenizer
+from rmt_tpu.runs.workdir import read_config
 from rmt_tpu.storage import Folder
 
 _STARTS = "add_bos_token"
@@ -23,7 +24,7 @@ class TextBounds(NamedTuple):
     ends: tuple[int, ...]
 
 
-def load(folder: Folder, tokenizer: Tokenizer) -> TextBounds:
+def load(folder: Folder, tokenizer: Tokenizer, vocab_size: int) -> TextBounds:
     """Read the text boundaries of the run in a folder.
 
     Without a generation_config.json, the boundaries are those of the tokenizer: by default, BOS is
@@ -32,6 +33,7 @@ def load(folder: Folder, tokenizer: Tokenizer) -> TextBounds:
     Args:
       folder: the run folder.
       tokenizer: the run's tokenizer.
+      vocab_size: the number of the model's tokens, which may be more than those of the tokenizer.
 
     Raises:
       UsageError: generation_config.json is damaged.
@@ -47,7 +49,7 @@ def load(folder: Folder, tokenizer: Tokenizer) -> TextBounds:
     if not isinstance(values, dict):
         raise UsageError(f"{where} is damaged; legal: a JSON object, or no file")
     fields = Fields(values, where)
-    ends = fields.tokens("eos_token_id", tokenizer.vocab_size)
+    ends = fields.tokens("eos_token_id", vocab_size)
     return TextBounds(fields.flag(_STARTS, True), ends)
 
 
@@ -80,8 +82,8 @@ def after_warm_start(folder: Folder, tokenizer: Tokenizer) -> TextBounds:
         if is_hub(folder):
             other = read_tokenizer(folder, describe(folder))
         else:
-            other = load_saved(folder)
-            other.starts, other.ends = load(folder, other)
+            other, vocab_size = load_saved(folder), read_config(folder).model.vocab_size
+            other.starts, other.ends = load(folder, other, vocab_size)
     except UsageError:
         return own
     if other.fingerprint() != tokenizer.fingerprint():

@@ -158,7 +158,7 @@ def _joined(name: str, content: Any) -> Any:
 def _limit(values: Mapping[str, Any]) -> str:
     """Return the name of the field that limits new tokens: max_completion_tokens or max_tokens."""
     old, new = "max_tokens", "max_completion_tokens"
-    if new in values and values.get(old, values[new]) != values[new]:
+    if new in values and old in values and values[old] != values[new]:
         raise Refusal(
             f"{new}={shown(values[new])} and {old}={shown(values[old])} differ; legal: only one "
             "of them",

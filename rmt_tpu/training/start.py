@@ -339,7 +339,9 @@ def read_text(
         source = open_folder(config.train.init_from)
         tokenizer.starts, tokenizer.ends = text_ends.after_warm_start(source, tokenizer)
     elif config.train.init_from:
-        tokenizer.starts, tokenizer.ends = text_ends.load(folder, tokenizer)
+        tokenizer.starts, tokenizer.ends = text_ends.load(
+            folder, tokenizer, config.model.vocab_size
+        )
     datasets = load_datasets(config, tokenizer)
     if (template := chat_template_of(config, tokenizer)) is not None:
         tokenizer.ends = tuple(dict.fromkeys((*tokenizer.ends, *template.answer_ends())))

@@ -194,3 +194,10 @@ def test_note_when_positions_end_for_a_file(trained, tmp_path):
         "note: only 2 or more of --max_tokens=3 fit in the model's positions after 1 of 2 prompts"
     )
     assert note in done.stderr.splitlines()
+
+
+def test_a_stop_string_that_is_no_text_is_refused_before_the_model_is_loaded(tmp_path):
+    error = cli.fail("generate", f"--workdir={tmp_path}", "--stop=\udcff")
+    assert error.startswith("error: --stop: the text has an unpaired surrogate, '\\udcff'")
+    error = cli.fail("serve", f"--workdir={tmp_path}", "--name=\udcff")
+    assert error.startswith("error: --name: the text has an unpaired surrogate, '\\udcff'")

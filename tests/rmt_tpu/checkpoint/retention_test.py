@@ -239,3 +239,18 @@ def test_a_save_that_fails_deletes_nothing_old(root):
         saver.save(2, {"x": np.zeros(2)}, {}, before_commit=refuse)
     assert sorted(path.name for path in root.iterdir()) == ["1"]
     assert_same(saver.restore(small_tree(0))[1], small_tree(1))
+
+
+@pytest.mark.parametrize("rules", [Retention(last=1), Retention(last=1, every=1000)])
+def test_a_step_that_is_deleted_while_it_is_read_is_not_damaged(root, reports, rules, monkeypatch):
+    """The reader gets the newer step, not an older one that is kept for other reasons."""
+    writer, tree = Checkpointer(str(root), retention=rules), small_tree(1)
+    for step in (1000, 1990):
+        writer.save(step, tree, {})
+    reader = Checkpointer(str(root), report=reports.append)
+    listings = iter([reader.steps()])
+    writer.save(1995, tree, {})
+    monkeypatch.setattr(reader, "steps", lambda: next(listings, None) or Checkpointer.steps(reader))
+    step, restored, _ = reader.restore(tree)
+    assert (step, reports) == (1995, [])
+    assert_same(restored, tree)

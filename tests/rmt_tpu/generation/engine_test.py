@@ -145,6 +145,10 @@ def test_programs_can_be_made_beforehand(two):
     rest(two, two.submit(request("a" * 40, 2, scored=True)))
     long = two.submit(request("a" * 60, 2))
     rest(two, long, two.submit(request("ab", 9, scored=True)))
+    # The longest prompt, which with the start token is longer than a power of two.
+    two.compile(33)
+    compiled = [program._cache_size() for program in made]
+    rest(two, two.submit(request("a" * 32, 1, scored=True)))
     assert [program._cache_size() for program in made] == compiled
 
 

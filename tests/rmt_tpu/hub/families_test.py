@@ -339,6 +339,16 @@ def test_later_files_of_phi3_have_the_rotated_part_elsewhere():
         assert model_config(written, "x") == model
 
 
+@pytest.mark.parametrize("ropes", [(cfg.Rope(), cfg.Rope(dims=4)), (cfg.Rope(dims=4), cfg.Rope())])
+def test_layers_that_rotate_different_parts_are_refused(ropes):
+    second = cfg.FeedForward(8, "swiglu")
+    layers = [(cfg.Attention(2, 8, positions, False), second) for positions in ropes]
+    vectors = cfg.VectorStore(8)
+    model = cfg.ModelConfig(cfg.stacks(layers), vectors, vocab_size=9, norm="rmsnorm")
+    with pytest.raises(UsageError, match="dims=.* cannot be written"):
+        config_values(model, max_length=8, bos=0, ends=(0,))
+
+
 def test_later_files_of_experts_have_another_name_of_their_number():
     config = config_of("qwen3_moe", "num_experts") | {"num_local_experts": 10}
     assert model_config(config, "x") == model_config(CONFIGS["qwen3_moe"], "x")

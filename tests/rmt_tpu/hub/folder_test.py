@@ -31,7 +31,7 @@ from rmt_tpu.errors import ArgumentError, RunError, UsageError
 from rmt_tpu.hub import weights
 from rmt_tpu.hub.folder import export, new_folder
 from rmt_tpu.hub.models import Description, config_values, describe, is_hub, model_config
-from rmt_tpu.hub.tokens import read_tokenizer
+from rmt_tpu.hub.tokens import read_tokenizer, tokenizer_config
 from rmt_tpu.runs.loading import identity, load_step
 from rmt_tpu.storage import open_folder
 from rmt_tpu.training import trainer
@@ -455,6 +455,16 @@ def test_an_end_that_config_json_does_not_say(tmp_path):
 
 VALUES = config_values(model(), max_length=64, bos=256, ends=[256])
 ABSENT = object()
+
+
+def test_an_end_token_without_a_name_leaves_out_the_names():
+    tokenizer = ByteTokenizer()
+    tokenizer.ends = (280, 256)
+    assert tokenizer_config(tokenizer, 64, None) == {}
+    tokenizer.ends = (256,)
+    assert tokenizer_config(tokenizer, 64, None)["eos_token"] == "<|endoftext|>"
+
+
 REFUSED = {
     "family": ({"model_type": "bert"}, "model_type 'bert' is unknown; legal: llama, mistral"),
     "rope": (

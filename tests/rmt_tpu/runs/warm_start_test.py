@@ -141,13 +141,16 @@ def test_texts_of_a_run_end_as_those_it_began_with(config, hub, tmp_path):
     tokenizer.starts, tokenizer.ends = text_ends.after_warm_start(open_folder(hub), tokenizer)
     assert (tokenizer.starts, tokenizer.ends) == (True, (7, 9, 256))
     text_ends.save(folder, tokenizer)
-    assert text_ends.load(folder, ByteTokenizer()) == (True, (7, 9, 256))
+    assert text_ends.load(folder, ByteTokenizer(), 257) == (True, (7, 9, 256))
     text_ends.save(folder, ByteTokenizer())
-    assert text_ends.load(folder, ByteTokenizer()) == (True, (256,))
+    assert text_ends.load(folder, ByteTokenizer(), 257) == (True, (256,))
     for wrong, said in (("[", "is damaged"), ('{"eos_token_id": 257}', "eos_token_id=257 is not")):
         folder.write("generation_config.json", wrong.encode())
         with pytest.raises(UsageError, match=f"generation_config.json.* {said}"):
-            text_ends.load(folder, ByteTokenizer())
+            text_ends.load(folder, ByteTokenizer(), 257)
+    # The model may have tokens that its tokenizer lacks.
+    folder.write("generation_config.json", b'{"eos_token_id": [280, 256]}')
+    assert text_ends.load(folder, ByteTokenizer(), 300) == (True, (280, 256))
     other = BpeTokenizer("x", tokenizers.Tokenizer(tokenizers.models.BPE({"<s>": 0}, [])))
     assert text_ends.after_warm_start(open_folder(hub), other) == (True, (0,))
 
@@ -174,7 +177,8 @@ def test_texts_of_a_run_start_as_those_it_began_with(config, hub, puts, tmp_path
         tokenizer.save(folder)
         text_ends.save(folder, tokenizer)
         again = load_saved(folder)
-        again.starts, again.ends = text_ends.load(folder, again)
+        again.starts, again.ends = text_ends.load(folder, again, 2)
+        workdir.write_config(folder, config)
         assert (again.starts, again.ends) == (puts, tokenizer.ends)
         source = folder
     again.save(tmp_path / "out", template=again.starts)

@@ -1,6 +1,7 @@
 """What chats may ask for, and how they are answered."""
 
 import json
+import math
 from dataclasses import replace
 
 import pytest
@@ -70,6 +71,7 @@ def test_what_changes_nothing_is_taken():
 
 
 REFUSED = [
+    ({"max_completion_tokens": math.nan}, "max_completion_tokens", "max_completion_tokens=nan mu"),
     ({"messages": None}, "messages", "messages=None must be a list with at least one message"),
     ({"messages": []}, "messages", "messages=[] must be a list with at least one message"),
     ({"messages": "Hi"}, "messages", "messages='Hi' must be a list with at least one message"),

@@ -87,4 +87,4 @@ def test_a_run_on_conversations_keeps_how_they_end(tmp_path, monkeypatch):
     trainer.train(config, run)
     tokenizer = load_saved(run)
     end = tokenizer.token_id("<|im_end|>")
-    assert text_ends.load(run, tokenizer) == (True, (tokenizer.bos, end))
+    assert text_ends.load(run, tokenizer, tokenizer.vocab_size) == (True, (tokenizer.bos, end))
