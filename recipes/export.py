@@ -57,7 +57,8 @@ def main() -> int:
     options = {"max_length": loaded.seq_len, "dtype": _DTYPE.value, "kind": kind}
     with arguments_as_flags():
         export(loaded.decoder, tokenizer, _OUTPUT.value, template=template, **options)
-    print(f"exported step {loaded.step} of {_WORKDIR.value} to {_OUTPUT.value}")
+    step = "" if loaded.step is None else f"step {loaded.step} of "
+    print(f"exported {step}{_WORKDIR.value} to {_OUTPUT.value}")
     if kind == own.KIND and (line := own.without_code(loaded.decoder.config)):
         print(line)
     return 0

@@ -97,3 +97,7 @@ class BankedSystem(System):
     banked: ClassVar[bool] = True
     # A bank has at most one row per sublayer, a gradient of each, and running sums.
     kept_residuals: ClassVar[int | None] = 3
+
+    def sublayers_a_block(self, num_sublayers: int) -> int:
+        """Return the number of sublayers whose outputs one row of the bank sums up."""
+        return 1

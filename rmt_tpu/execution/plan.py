@@ -41,6 +41,8 @@ class ExecutionPlan(NamedTuple):
         residual is rebuilt.
       faster_in_parts: the number of parts in which a batch probably takes less time; None if no
         residual is rebuilt. The step has `train.accumulate` parts whatever this is.
+      whole_blocks: whether each block of attention over depth consists of whole layers; None
+        without blocks of several sublayers.
       padded_width: the width of a vector in a bank, including padding; None without a bank of
         vectors.
       decode_kernels: whether decoding uses the kernels for a few tokens.
@@ -54,6 +56,7 @@ class ExecutionPlan(NamedTuple):
     kept_in_rows: Choice
     rereads_rebuilt: Choice | None
     faster_in_parts: Choice | None
+    whole_blocks: Choice | None
     padded_width: Choice | None
     decode_kernels: Choice
 
@@ -102,9 +105,26 @@ def plan_of(config: RunConfig, mesh: jax.sharding.Mesh) -> ExecutionPlan:
         kept_in_rows=choices.kept_in_rows(target),
         rereads_rebuilt=rereads,
         faster_in_parts=parts,
+        whole_blocks=_whole_blocks(model) if model.mixer.banked else None,
         padded_width=padded,
         decode_kernels=_decode_kernels(model, target, mesh),
     )
+
+
+def _whole_blocks(model: ModelConfig) -> Choice | None:
+    block, start = model.mixer.sublayers_a_block(model.num_sublayers), 0
+    if block == 1:
+        return None
+    for stack in model.stacks:
+        layer, end = len(stack.cores), start + stack.num_sublayers
+        if block % layer or start % block or (end % block and end < model.num_sublayers):
+            return Choice(
+                False,
+                f"a block of {block} sublayers begins or ends within a layer or a stack of layers, "
+                "so that sites also read sums within their own group, which takes longer",
+            )
+        start = end
+    return Choice(True, f"a block of {block} sublayers consists of whole layers")
 
 
 def _parts(target: Target, config: RunConfig, size: int, devices: int) -> Choice:

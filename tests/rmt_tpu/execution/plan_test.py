@@ -14,6 +14,7 @@ from rmt_tpu.config import overrides
 from rmt_tpu.config.presets import run as preset_run
 from rmt_tpu.execution.plan import plan_of
 from rmt_tpu.layers import choices
+from rmt_tpu.residual.depth_attention import DepthAttention
 from rmt_tpu.training.run import resolve_auto
 
 
@@ -47,6 +48,7 @@ def test_an_rmt(topology, in_place):
         "kept_in_rows": True,
         "rereads_rebuilt": topology == "tpu7x:2x2x1",
         "faster_in_parts": 1,
+        "whole_blocks": None,
         "padded_width": None,
         "decode_kernels": True,
     }
@@ -128,3 +130,26 @@ def test_products_come_in_turn_where_that_is_faster():
     assert given("TPU v5").value and not given("TPU v6 lite").value
     assert not given("TPU v5", vectors=1).value and not given("TPU v5", tokens=100).value
     assert len({given("TPU v5", 1).reason, given("TPU v5", 4, 9).reason}) == 2
+
+
+@pytest.mark.parametrize(
+    ("blocks", "whole"),
+    [
+        ({"num_blocks": 8}, False),
+        ({"num_blocks": 6}, True),
+        ({"layers_per_block": 5}, True),
+        ({"num_blocks": 1}, True),
+        ({"sublayers_per_block": 1}, None),
+    ],
+)
+def test_blocks_of_whole_layers(blocks, whole):
+    """Of 12 layers, and as the mixer groups them."""
+    changes = {f"model__mixer__{name}": size for name, size in blocks.items()}
+    for mixer in ("block_attention", "delta_attention"):
+        found = plan("gpt2-160m", model__mixer=mixer, **changes).whole_blocks
+        assert found == whole if whole is None else found.value == whole
+    path = {f"model.mixer.{name}": size for name, size in blocks.items()}
+    model = overrides.apply(
+        preset_run("gpt2-160m"), {"model.mixer": "block_attention"} | path
+    ).model
+    assert DepthAttention(model).grouping(0, 2, 12).closed == bool(whole)
