@@ -16,6 +16,21 @@ from rmt_tpu.estimator.hlo import VMEM, Array, Bytes, Executed, Module
 
 # The names of kernels that skip empty rows begin with one of these.
 _KERNELS = ("depth_attention", "depth_sums")
+# The names of kernels whose schedule has the work of every row in a branch of its own. The other
+# kernels work on several rows at a time, or in loops that a schedule counts once.
+_BY_ROW = "depth_attention_matrices"
+
+
+class Skipped(NamedTuple):
+    """What one call of a kernel skips, on average.
+
+    Attributes:
+      bytes: the bytes of operands and results that it does not move.
+      schedule: the part of its schedule that it does not execute, between 0 and 1.
+    """
+
+    bytes: Bytes = Bytes()
+    schedule: float = 0.0
 
 
 class BankRows(NamedTuple):
@@ -30,21 +45,33 @@ class BankRows(NamedTuple):
     allocated: int
     read: float
 
-    def unread(self, program: Module, executed: Sequence[Executed]) -> dict[str, Bytes]:
-        """Return the bytes of operands and results that each kernel skips, on average per call.
+    def skipped(self, program: Module, executed: Sequence[Executed]) -> dict[str, Skipped]:
+        """Return what each kernel skips, by the name of its instruction.
 
-        The keys are names of instructions. Only kernels in the loop over layers are included. The
-        kernel that reads the complete bank after the last layer is outside of this loop.
+        Only kernels in the loop over layers are included. The kernel that reads the complete bank
+        after the last layer is outside of this loop.
         """
         banks = {ran: arrays for ran in executed if (arrays := self._banks(program, ran))}
         deepest = max([1, *(ran.depth for ran in banks)])
-        skipped = 1 - self.read / self.allocated
-        total = lambda arrays, space: sum(x.bytes for x in arrays if x.space == space)
         return {
-            ran.instruction.name: Bytes(*(int(total(arrays, i) * skipped) for i in (0, VMEM)))
+            ran.instruction.name: self._skipped_by(program, ran, arrays)
             for ran, arrays in banks.items()
             if ran.depth == deepest
         }
+
+    def _skipped_by(self, program: Module, ran: Executed, banks: list[Array]) -> Skipped:
+        """Return what a kernel with these banks skips.
+
+        The schedule of a kernel that works row by row shrinks with its bytes. The rows' share of
+        the work is larger than that of the bytes, because each row is multiplied for every site.
+        """
+        share = 1 - self.read / self.allocated
+        total = lambda space: sum(x.bytes for x in banks if x.space == space)
+        unread = Bytes(*(int(total(space) * share) for space in (0, VMEM)))
+        if _BY_ROW not in program.kernel(ran.instruction).name:
+            return Skipped(unread)
+        moved = program.traffic(ran.computation, ran.instruction).total
+        return Skipped(unread, min(unread.total / moved, share))
 
     def _banks(self, program: Module, ran: Executed) -> list[Array]:
         """Return those operands and results of a kernel that have a row for each of the bank's."""

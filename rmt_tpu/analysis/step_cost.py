@@ -23,7 +23,7 @@ import jax
 import jax.numpy as jnp
 
 import sharding
-from rmt_tpu.analysis.bank_rows import BankRows, bank_rows
+from rmt_tpu.analysis.bank_rows import BankRows, Skipped, bank_rows
 from rmt_tpu.config import RunConfig, overrides
 from rmt_tpu.config.presets import run
 from rmt_tpu.data import Batch
@@ -342,9 +342,9 @@ def step_cost(preset: str, tokens: int, program: Program, bank: BankRows | None 
     """
     executed = list(program.module.run())
     names = _op_names(program)
-    unread = {} if bank is None else bank.unread(program.module, executed)
+    skipped = {} if bank is None else bank.skipped(program.module, executed)
     rows = [
-        _row(program, ran, names, unread.get(ran.instruction.name, Bytes())) for ran in executed
+        _row(program, ran, names, skipped.get(ran.instruction.name, Skipped())) for ran in executed
     ]
     kernels = [row.name for row in rows if row.kernel]
     return StepCost(
@@ -375,12 +375,18 @@ def part_of(op_name: str) -> str:
     return words[-1] if words else "other"
 
 
-def _row(program: Program, ran: Executed, names: dict[str, str], unread: Bytes) -> InstructionCost:
+def _row(
+    program: Program, ran: Executed, names: dict[str, str], skipped: Skipped
+) -> InstructionCost:
     instruction, module = ran.instruction, program.module
     traffic = module.traffic(ran.computation, instruction)
     op_name, work = names[instruction.name], work_of(program, ran)
-    per_byte = program.target.clock / program.target.bandwidth
-    on_average = dataclasses.replace(work, hbm=max(0.0, work.hbm - unread.hbm * per_byte))
+    per_byte, unread = program.target.clock / program.target.bandwidth, skipped.bytes
+    on_average = dataclasses.replace(
+        work,
+        hbm=max(0.0, work.hbm - unread.hbm * per_byte),
+        schedule=None if work.schedule is None else work.schedule * (1 - skipped.schedule),
+    )
     work_in = {name: work if name == HIGHEST else on_average for name in MODELS}
     return InstructionCost(
         name=instruction.name,

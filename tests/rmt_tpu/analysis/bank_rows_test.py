@@ -3,7 +3,7 @@
 import pytest
 
 from rmt_tpu.analysis import step_cost
-from rmt_tpu.analysis.bank_rows import BankRows, bank_rows
+from rmt_tpu.analysis.bank_rows import BankRows, Skipped, bank_rows
 from rmt_tpu.config import overrides
 from rmt_tpu.config.presets import run
 from rmt_tpu.estimator import BEST_GUESS, HIGHEST, TARGETS, Assignment, Program
@@ -61,12 +61,17 @@ def test_rows_that_exist_before_a_group(preset, changes, rows):
 
 def test_only_passes_within_the_loop_over_layers_skip_rows():
     """The bank counts once, however often the kernel gets it."""
-    module = Module(STEP)
     bank = 4 * 2 * 8 * 128 * 2
-    assert BankRows(4, 1.5).unread(module, list(module.run())) == {
-        "depth_sums.1": Bytes(bank * 5 // 8, 0)
-    }
-    assert BankRows(5, 1.5).unread(module, list(module.run())) == {}
+    skipped = lambda rows, text=STEP: rows.skipped(Module(text), list(Module(text).run()))
+    unread = Bytes(bank * 5 // 8, 0)
+    assert skipped(BankRows(4, 1.5)) == {"depth_sums.1": Skipped(unread)}
+    assert skipped(BankRows(5, 1.5)) == {}
+    # A kernel that works row by row also executes less. This one gets the bank twice, and writes a
+    # row.
+    by_row = "depth_attention_matrices_measure"
+    ((name, of_rows),) = skipped(BankRows(4, 1.5), STEP.replace("depth_sums", by_row)).items()
+    assert (name, of_rows.bytes) == (f"{by_row}.1", unread)
+    assert of_rows.schedule == pytest.approx(5 / 8 * 4 / 9, rel=0.01)
 
 
 def test_the_highest_estimate_has_all_rows():
