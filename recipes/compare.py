@@ -66,11 +66,11 @@ def main() -> int:
 
 def _train_and_compare(runs: dict[str, list[several.Trial]], folder: Folder) -> int:
     from rmt_tpu.analysis.compare import write_comparison
-    from rmt_tpu.training.trainer import train
+    from rmt_tpu.analysis.sweep import try_run
 
     started = time.monotonic()
     trials = [trial for trials in runs.values() for trial in trials]
-    if (code := several.train_all(trials, train)) is not None:
+    if (code := several.train_all(trials, try_run)) is not None:
         return code
     workdirs = {name: [trial.folder for trial in trials] for name, trials in runs.items()}
     print(write_comparison(workdirs, folder, by_loss=_BY_LOSS.value))

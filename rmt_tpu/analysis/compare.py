@@ -9,6 +9,7 @@ from rmt_tpu import cost as resources
 from rmt_tpu.config import ModelConfig, RunConfig
 from rmt_tpu.runs.metrics import read_metrics, series
 from rmt_tpu.runs.plots import line_style, save_picture
+from rmt_tpu.runs.side_files import DIVERGED
 from rmt_tpu.runs.workdir import read_config
 from rmt_tpu.storage import Folder, Location, open_folder
 
@@ -38,17 +39,18 @@ class RunResult:
 
 
 def run_result(name: str, workdir: Location) -> RunResult:
-    """Read the cost and the losses of a completed run from its folder.
+    """Read the cost and the losses of a settled run from its folder.
 
-    Metrics after the last step of the run are ignored. They come from an earlier config with more
-    steps.
+    The losses of a run that diverged are NaN. Metrics after the last step of the run are ignored.
+    They come from an earlier config with more steps.
     """
     config = read_config(workdir)
     rows = [row for row in read_metrics(workdir) if row["step"] <= config.train.steps]
     _, losses = series(rows, "train/loss")
     measured, held_out = series(rows, "eval/loss")
     _, step_seconds = series(rows, "throughput/step_seconds")
-    tail = losses[-max(1, len(losses) // 10) :]
+    diverged = open_folder(workdir).read(DIVERGED) is not None
+    tail = [math.nan] if diverged else losses[-max(1, len(losses) // 10) :]
     tokens = config.train.steps * config.train.batch_size * config.data.seq_len
     return RunResult(
         name=name,

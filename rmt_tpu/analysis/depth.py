@@ -7,7 +7,7 @@ there are:
 - output: the root mean square of the written array over tokens and features;
 - residual: the root mean square of the residual after this write. With attention over depth, the
   residual is the running sum of a block, which restarts after each block (with Full AttnRes, at
-  each write);
+  each write). It is the sum of all writes if the mixer keeps this sum, as delta attention does;
 - gradient: the root mean square of the gradient of the loss with respect to the written array. The
   loss is the cross-entropy in nats, summed over tokens. Its gradient for one token does not depend
   on the batch size.
@@ -252,7 +252,8 @@ def unrolled(
         z, weights = unrolled(store, state, y, sublayers, decoder.final_site)
     else:
         z, weights = _advance(decoder, sublayers, store, state, y), ()
-    recorded = map(tuple, (store.outputs, store.residuals, store.reads, weights))
+    residuals = store.residuals if decoder.config.mixer.one_residual else ()
+    recorded = map(tuple, (store.outputs, residuals, store.reads, weights))
     return Trace(z.residual, *recorded)
 
 
@@ -406,14 +407,14 @@ def _draw(profiles: dict[str, DepthProfile], folder: Folder, picture: str) -> No
         shown = list(maps.items())[start : start + columns]
         panels = part.subplots(1, columns, squeeze=False)[0]
         for axes, (name, weights) in zip(panels, shown, strict=False):
-            _draw_weights(axes, name, weights)
+            _draw_weights(axes, name, weights, learned=profiles[name].entropy is None)
         for axes in panels[len(shown) :]:
             axes.remove()
     _draw_curves(parts[-1], profiles)
     save_picture(figure, folder, picture)
 
 
-def _draw_weights(axes, name: str, weights: DepthWeights) -> None:
+def _draw_weights(axes, name: str, weights: DepthWeights, *, learned: bool) -> None:
     values = np.array(weights.mean, float)  # None becomes NaN, which the heat map leaves white.
     if weights.signed:
         largest = np.nanmax(np.abs(values))
@@ -424,7 +425,7 @@ def _draw_weights(axes, name: str, weights: DepthWeights) -> None:
         every = -(-len(names) // 26)
         axis.set_ticks(range(0, len(names), every), names[::every], fontsize=7)
     axes.set(title=name, xlabel="source", ylabel="read by")
-    what = "learned weight" if weights.signed else "mean weight"
+    what = "learned weight" if learned else "mean weight"
     axes.figure.colorbar(image, ax=axes, label=what)
 
 

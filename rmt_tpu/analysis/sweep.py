@@ -273,7 +273,7 @@ def best(rows: Iterable[SweepRow], count: int = 1) -> list[SweepRow]:
 
 
 def try_run(config: RunConfig, folder: Folder, *, label: str, **options) -> Outcome | None:
-    """Train a run unless it is settled (complete or diverged).
+    """Train a run unless it is settled (complete or diverged), which a line then says.
 
     Returns:
       The outcome of training, or None if the run was settled before or has diverged now.
@@ -283,6 +283,9 @@ def try_run(config: RunConfig, folder: Folder, *, label: str, **options) -> Outc
     """
     if is_settled(config, folder):
         _check_text(config, folder)
+        diverged = folder.read(DIVERGED) is not None
+        how = "diverged before" if diverged else f"is complete at step {config.train.steps}"
+        log_line(f"{folder} {how}")
         return None
     try:
         return train(config, folder, label=label, **options)

@@ -33,6 +33,7 @@ class System(Checked):
       by_layers: whether the mixer treats two consecutive sublayers as one layer.
       banked: whether the mixer keeps earlier outputs, or sums of them, as the rows of an array
         called the bank.
+      one_residual: whether a token has a single residual to which outputs are written.
       kept_residuals: the largest number of residual vectors per token that the forward pass keeps
         for each sublayer, if it does not rebuild them; None if this is not known.
       adds_up: whether outputs are summed over depth. If so, weights that write to the residual
@@ -50,6 +51,7 @@ class System(Checked):
     remats: ClassVar[tuple[str, ...]] = ("none", "dots", "offload", "full")
     by_layers: ClassVar[bool] = False
     banked: ClassVar[bool] = False
+    one_residual: ClassVar[bool] = True
     kept_residuals: ClassVar[int | None] = None
     adds_up: ClassVar[bool] = True
     second_input: ClassVar[int] = 1

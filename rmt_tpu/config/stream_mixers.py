@@ -182,6 +182,7 @@ class WideStreams(System):
     kind: ClassVar[str] = "wide_streams"
     on_matrix: ClassVar[bool] = True
     note: ClassVar[str] = "starts as the plain model if `forget` is 0; its weights do not decay"
+    one_residual: ClassVar[bool] = False
     streams: Size = 4
     spread: NonNegative = 1.0
     forget: Decay = 0.0

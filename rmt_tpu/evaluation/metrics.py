@@ -77,7 +77,8 @@ class Difference(NamedTuple):
     """The difference between two models in one metric on the same documents.
 
     Attributes:
-      value: the first model's rate minus the second model's, as a share or in nats.
+      value: the first model's value minus the second model's, as a share or in bits; for
+        perplexities, the difference of the rates in nats.
       error: the paired standard error, computed from per-document differences; None for a single
         document, or if the documents are not the same.
       unpaired: the standard error that would result if the two models had independent documents;
@@ -107,12 +108,13 @@ def difference(first: Metric, second: Metric, *, paired: bool = True) -> Differe
         raise ValueError(
             "two models can only be compared by the same metric over the same documents"
         )
-    value = first.rate - second.rate
-    errors = [_error(m.influence) for m in (first, second)]
+    unit = math.log(2) if first.display == "bits" else 1.0
+    value = (first.rate - second.rate) / unit
+    errors = [_error(m.influence / unit) for m in (first, second)]
     unpaired = None if None in errors else math.hypot(*errors)
     if not paired:
         return Difference(value, None, unpaired, None)
-    error = _error(first.influence - second.influence)
+    error = _error((first.influence - second.influence) / unit)
     return Difference(value, error, unpaired, _p(first, second, value, error))
 
 

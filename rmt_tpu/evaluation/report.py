@@ -85,10 +85,11 @@ def comparison(
                 f"{_unsigned(a, gap.unpaired)} | {_p(gap)} | {_paper(result, a)} |"
             )
     return "\n".join(lines) + (
-        "\n\nDifferences of shares are in percentage points, those between perplexities in nats. "
+        "\n\nDifferences of shares are in percentage points, those between perplexities in nats, "
+        "and those of bits in bits. "
         "The standard error is for both models on the same documents; the unpaired error assumes "
         "different documents. Models that read a single text in different windows have only the "
-        "unpaired error. p: McNemar's exact test for shares, Student's t-test for nats.\n"
+        "unpaired error. p: McNemar's exact test for shares, Student's t-test for the others.\n"
     )
 
 

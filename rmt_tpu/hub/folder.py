@@ -93,7 +93,8 @@ def new_folder(folder: str | Path) -> Path:
         raise UsageError(f"{folder} is not a local folder; legal: a new or empty local folder")
     path = open_folder(folder).local_path
     try:
-        if path.exists() and any(path.iterdir()):
+        # A killed export leaves this folder.
+        if path.exists() and any(each.name != UNFINISHED for each in path.iterdir()):
             raise UsageError(f"{folder} is not empty; legal: a new or empty folder")
     except OSError as error:
         raise UsageError(f"{folder} cannot be written: {error.strerror}") from None
@@ -109,6 +110,7 @@ def _all_or_nothing(folder: Path) -> Iterator[Path]:
     """
     existed, unfinished = folder.exists(), folder / UNFINISHED
     folder.mkdir(parents=True, exist_ok=True)
+    shutil.rmtree(unfinished, ignore_errors=True)
     unfinished.mkdir()
     try:
         yield unfinished

@@ -422,11 +422,15 @@ def write(
     for number, group in enumerate(groups, 1):
         file = WEIGHTS if single else f"model-{number:05}-of-{len(groups):05}.safetensors"
         tensors = {name: _tensor(by_name[name], value, dtype) for name in group}
+        # safetensors makes a file that only its owner can read. It gets the mode of other files.
+        (folder / file).touch()
+        mode = (folder / file).stat().st_mode
         try:
             save_file(tensors, folder / file, metadata={"format": "pt"})
         except SafetensorError as error:  # The disk may be full.
             reason = " ".join(str(error).split())
             raise UsageError(f"{folder / file} cannot be written: {reason}") from None
+        (folder / file).chmod(mode)
         files |= dict.fromkeys(tensors, file)
     if not single:
         index: Mapping[str, Any] = {"metadata": {"total_size": total}, "weight_map": files}

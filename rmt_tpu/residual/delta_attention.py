@@ -95,6 +95,11 @@ class DeltaAttention(DepthAttention):
         """The bank's last row, so that the rows before it are all deltas."""
         return self.num_rows - 1
 
+    @property
+    def keeps_standard_residual(self) -> bool:
+        """True: every site reads the standard residual h."""
+        return True
+
     def row(self, sublayer: Index) -> Index:
         """Return the index of the bank row that accumulates a sublayer's output."""
         return sublayer // self.block

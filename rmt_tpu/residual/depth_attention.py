@@ -191,6 +191,11 @@ class DepthAttention(nnx.Module):
         return sublayer // self.block + 1
 
     @property
+    def keeps_standard_residual(self) -> bool:
+        """Whether sites read the standard residual, or sources that are its earlier values."""
+        return self.mixer.cumulative
+
+    @property
     def keeps_sum(self) -> bool:
         """Whether a running sum is passed between layers; False if every output has its own row."""
         return self.block > 1
@@ -419,6 +424,8 @@ class DepthAttention(nnx.Module):
         embedding = store.write(store.hold(state), y, sublayers[0].site.writer)
         complete, recorded = [self.embedding(embedding)], []
         running = jnp.zeros_like(embedding)
+        # The sum of all earlier writes, if the mixer also keeps it, to which a write is then added.
+        before = complete[0] if self.keeps_standard_residual else running
 
         def read(k, site):
             values = jnp.stack([*complete, running])
@@ -434,9 +441,10 @@ class DepthAttention(nnx.Module):
             return store.read(h, site, store.compute_dtype)
 
         for k, (site, core, writer) in enumerate(sublayers):
-            running = store.write(running, core(read(k, site)), writer)
+            running = store.write(before + running, core(read(k, site)), writer) - before
             if (k + 1) % self.block == 0 or k + 1 == len(sublayers):
                 complete.append(running)
+                before = before + running if self.keeps_standard_residual else before
                 running = jnp.zeros_like(running)
         return read(len(sublayers), final_site), recorded
 

@@ -262,3 +262,19 @@ def test_a_last_loss_that_is_not_finite_is_told(tmp_path):
     ]
     told = json.loads((tmp_path / "comparison.json").read_text())
     assert [row["held_out_loss"] for row in told] == [2.0, None, None]
+
+
+@pytest.mark.slow
+def test_a_run_that_diverges_leaves_the_others_alone(tmp_path):
+    """Both are trained and in the table, although they diverge, and a lower rate trains both."""
+    done = cli.succeed("compare", *FLAGS, f"--workdir={tmp_path}", "--learning_rate=1e30")
+    for preset in PRESETS:
+        assert re.search(rf"^.*{preset}: .*not finite", done.stderr, re.MULTILINE), done.stderr
+    rows = {row["name"]: row for row in results(tmp_path)}
+    assert all(rows[preset]["held_out_loss"] is None for preset in PRESETS)
+    assert (tmp_path / "comparison.md").read_text().count("| nan | nan |") == 2
+    again = cli.succeed("compare", *FLAGS, f"--workdir={tmp_path}", "--learning_rate=1e30")
+    assert again.stderr.count(" diverged before") == 2
+    cli.succeed("compare", *FLAGS, f"--workdir={tmp_path}")
+    rows = {row["name"]: row for row in results(tmp_path)}
+    assert all(rows[preset]["held_out_loss"] < 6 for preset in PRESETS)

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from matplotlib.figure import FigureBase
 
 from rmt_tpu import config as cfg
 from rmt_tpu.analysis import depth
@@ -38,6 +39,9 @@ MIXERS = {
     ),
     "mean": ("matrix", cfg.BlockAttention(sublayers_per_block=3, query="none")),
     "delta": ("matrix", cfg.DeltaAttention(sublayers_per_block=3, null_source=0.0)),
+    "delta of vectors": ("vector", cfg.DeltaAttention(sublayers_per_block=4)),
+    "wide streams": ("matrix", cfg.WideStreams()),
+    "residual scalars": ("vector", cfg.ResidualScalars()),
     "dense": ("matrix", cfg.Dense()),
     "mudd": ("matrix", cfg.Mudd()),
     "hyper-connections": ("vector", cfg.HyperConnections()),
@@ -67,7 +71,8 @@ def features(decoder, batch):
     return jax.jit(lambda b: decoder.features(b.inputs, segment_ids=b.segment_ids).z)(batch)
 
 
-NOW = ["full"]
+NOW = ["full", "delta of vectors"]
+WITHOUT_A_RESIDUAL = ("wide streams", "hyper-connections", "depth-wise LSTM")
 
 
 @pytest.mark.parametrize("name", NOW + later(*(name for name in MIXERS if name not in NOW)))
@@ -80,6 +85,11 @@ def test_unrolled_layers_are_the_decoder(name):
     assert len(trace.written) == 7
     shapes = {w.shape for w in (*trace.written, *trace.residuals)}
     assert shapes == {(4, 11, 20) if decoder.config.store.kind == "vector" else (4, 11, 5, 6)}
+    assert (len(trace.residuals) == 7) == (name not in WITHOUT_A_RESIDUAL)
+    if name in ("sum", "delta", "delta of vectors", "open"):  # Those that add up all outputs.
+        added = np.diff(np.stack(trace.residuals), axis=0)
+        atol = 1e-11 * np.abs(added).max()
+        np.testing.assert_allclose(added, np.stack(trace.written[1:]), rtol=0, atol=atol)
 
 
 @pytest.mark.slow
@@ -234,7 +244,7 @@ def test_a_narrow_decoder_is_measured_in_float32():
     jax.tree.map(np.testing.assert_array_equal, nnx.state(wide), nnx.state(narrow))
 
 
-def test_report(tmp_path):
+def test_report(tmp_path, monkeypatch):
     """A run without weights, one with positive and one with signed ones, in one picture."""
     curves = {"output": [3.0, 0.5, 0.25], "gradient": [0.1, 0.02, 0.004]}
     profiles = {
@@ -255,8 +265,12 @@ def test_report(tmp_path):
         ]
     }
     picture = tmp_path / "depth.png"
+    labels, usual = [], FigureBase.colorbar
+    note = lambda *args, label, **how: (labels.append(label), usual(*args, label=label, **how))[1]
+    monkeypatch.setattr(FigureBase, "colorbar", note)
     table = depth.write_report(profiles, open_folder(tmp_path), "depth.png")
     assert picture.read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
+    assert labels == ["mean weight", "learned weight"]
     rows = json.loads(picture.with_suffix(".json").read_text())
     assert rows == [{"run": name} | asdict(p) for name, p in profiles.items()]
     cells = [[c.strip() for c in line.split("|")[1:-1]] for line in table.splitlines()]

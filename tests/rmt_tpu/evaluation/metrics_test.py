@@ -1,5 +1,6 @@
 """Values with their errors, and differences on the same documents."""
 
+import dataclasses
 import math
 
 import numpy as np
@@ -47,6 +48,18 @@ def test_a_difference_is_of_the_same_documents(rng):
     assert apart.unpaired == pytest.approx(math.hypot(*errors)) and apart.error < apart.unpaired / 2
     with pytest.raises(ValueError, match="same metric over the same documents"):
         difference(share(right), share(right[1:]))
+
+
+def test_a_difference_of_bits_is_in_bits(rng):
+    words = rng.integers(5, 60, 40).astype(float)
+    one, other = (Metric("x", "byte", "bits", rng.gamma(3.0, 40.0, 40), words) for _ in range(2))
+    in_nats = lambda metric: dataclasses.replace(metric, display="perplexity")
+    nats = difference(in_nats(one), in_nats(other))
+    bits = difference(one, other)
+    assert bits.value == pytest.approx(one.value - other.value)
+    for name in ("value", "error", "unpaired"):
+        assert getattr(bits, name) * math.log(2) == pytest.approx(getattr(nats, name))
+    assert bits.p == pytest.approx(nats.p)
 
 
 def test_a_difference_of_other_documents_has_only_the_unpaired_error(rng):

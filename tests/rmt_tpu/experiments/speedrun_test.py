@@ -55,7 +55,10 @@ def test_the_text_is_the_python_files_of_the_pinned_wheel(small, tmp_path):
         speedrun.prepare_text(track, str(other), folder)
     with pytest.raises(UsageError, match="--text=nowhere: No such file"):
         speedrun.prepare_text(track, "nowhere", folder)
+    # An interrupted command leaves a store without its manifest, which the next one completes.
     source = speedrun.prepare_text(track, str(wheel), folder)
+    folder.child("text").delete("manifest.json")
+    assert speedrun.prepare_text(track, str(wheel), folder) == source
     assert speedrun.prepare_text(track, None, folder) == source  # it is there
     store, found = data.open_store(source), []
     for stream in (store.train, store.held_out):
@@ -159,6 +162,9 @@ def test_a_run_with_another_config_is_not_taken_for_the_entry(run):
     _, folder, config = run
     folder.write("config.json", json.dumps(overrides.to_json(resolve_auto(config))).encode())
     metrics(folder, [1.0, 2.0], {2: 1.5})
+    # It was killed between its evaluation and its first checkpoint, and trains again.
+    assert not speedrun.has_reached(config, folder, 1.5)
+    folder.write("checkpoints/2/COMMIT", b"{}")
     assert speedrun.has_reached(config, folder, 1.5)
     assert not speedrun.has_reached(config, folder, 1.4)
     for change in ({"train.optimizer.learning_rate": 4e-3}, {"train.batch_size": 4}):

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import re
 import resource
+import shutil
 
 import jax
 import jax.numpy as jnp
@@ -315,6 +316,15 @@ def test_the_folder_of_an_export(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     export(made(model()), ByteTokenizer(), "~/hub", max_length=64)
     assert rmt_tpu.load(tmp_path / "hub") and [path.name for path in tmp_path.iterdir()] == ["hub"]
+    modes = {path.name: path.stat().st_mode for path in (tmp_path / "hub").iterdir()}
+    assert len(set(modes.values())) == 1, modes
+    # What a killed export has left does not stand in the way of the next.
+    (tmp_path / "killed/unfinished").mkdir(parents=True)
+    (tmp_path / "killed/unfinished/model.safetensors").touch()
+    export(made(model()), ByteTokenizer(), "~/killed", max_length=64)
+    names = lambda name: {path.name for path in (tmp_path / name).iterdir()}
+    assert names("killed") == names("hub")
+    shutil.rmtree("killed")
     (tmp_path / "file").touch()
     for folder, words in (
         ("gs://bucket/hub", "gs://bucket/hub is not a local folder; legal: a new or empty local"),
