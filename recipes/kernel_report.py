@@ -23,7 +23,10 @@ from recipes import common, local, program
 from rmt_tpu.errors import RunError, UsageError, unknown
 
 # The ops of rmt_tpu.estimator.ops, which is not imported here because it imports jax.
-_OPS = ("key_vector", "attention", "depth_attention", "delta_attention", "grouped_matmul")
+_OPS = (
+    *("key_vector", "attention", "depth_attention", "depth_sums", "delta_attention"),
+    "grouped_matmul",
+)
 _OP = flags.DEFINE_string("op", "all", f"ops to report on: one of {', '.join(_OPS)}, or all")
 _CASES = flags.DEFINE_multi_string(
     "case", None, "report only this case of the ops, like 'H=16 D=64'"

@@ -277,6 +277,30 @@ def _depth_merge(size: Depth) -> OpCase:
     )
 
 
+def _depth_sums() -> list[OpCase]:
+    """Return test cases for weighted sums over depth: those of MUDD, and one of DenseFormer."""
+    return [_sums(Depth(4, 25, 1024)), _sums(Depth(4, 13, 768)), _sums(Depth(1, 25, 1024))]
+
+
+def _sums(size: Depth) -> OpCase:
+    S, N, D = size
+
+    def function(implementation, weights, sources):
+        return pallas_kernels.depth_sums(weights, sources, implementation=implementation)[1]
+
+    weights = array("float32", S, N, *TOKENS)
+    row, of_weights, flops = _TOKENS * D * _ITEM, 4 * S * N * _TOKENS, 2 * S * N * _TOKENS * D
+    return OpCase(
+        f"S={S} N={N} D={D}",
+        function,
+        (weights, array("bfloat16", N, *TOKENS, D)),
+        MinimumWork((N + S) * row + of_weights, flops),
+        # The backward pass reads weights, sources and the cotangents of the sums, and writes the
+        # cotangents of weights and sources.
+        MinimumWork((2 * N + S) * row + 2 * of_weights, 2 * flops),
+    )
+
+
 def _delta() -> list[OpCase]:
     """Return a delta-attention case: one long sequence with the head sizes of Kimi Linear."""
     heads, size = shapes.KIMI_48B
@@ -368,6 +392,7 @@ OPS = {
     "key_vector": Op(_key_vector, {"tpu": "mosaic_tpu", "gpu": "triton"}),
     "attention": Op(_attention, {"tpu": "mosaic_tpu", "gpu": "cudnn"}),
     "depth_attention": Op(_depth, {"tpu": "mosaic_tpu", "gpu": "triton"}),
+    "depth_sums": Op(_depth_sums, {"tpu": "mosaic_tpu"}),
     "delta_attention": Op(_delta, {"tpu": "mosaic_tpu"}),
     "grouped_matmul": Op(_grouped, {"tpu": "mosaic_tpu", "gpu": "triton"}),
 }
