@@ -181,7 +181,7 @@ class Engine:
             # The longest text needs a larger cache for its decode steps than for its prompt. The
             # longest prompt leaves no room for a second token.
             adjustments = [Adjustment(), Adjustment(min_tokens=1)][: 1 + adjusted]
-            count = dict.fromkeys([*lengths, max(1, tokens - 1)], 2) | {tokens: 1}
+            count = {tokens: 1} | dict.fromkeys([*lengths, max(1, tokens - 1)], 2)
             for length, new in count.items():
                 request = Request(np.zeros(length, int), Sampling(max_tokens=new), scored=scored)
                 for adjustment in adjustments:

@@ -138,6 +138,9 @@ def test_a_start_token_that_ends_texts_gets_no_repetition_penalty(two, monkeypat
 @pytest.mark.slow
 def test_programs_can_be_made_beforehand(two):
     made = (programs.prefill, programs.steps, programs.score, programs.insert, programs.grow)
+    programs.steps.clear_cache()
+    two.compile(1)
+    assert programs.steps._cache_size() == 1  # also of a text of a single token
     two.compile(62)
     compiled = [program._cache_size() for program in made]
     rest(two, two.submit(request("ab", 3)))
