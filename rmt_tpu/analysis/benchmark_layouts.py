@@ -151,14 +151,17 @@ def residuals(*sources: Reports) -> str:
     cycles with the standard residual. It shows the best guess, and then the range over all cost
     models. It is "-" if a source lacks the report.
     """
-    names, chips = (_distinct(part.split("@")[i] for part in sources[0]) for i in (0, 1))
+    names = _distinct(part.split("@")[0] for part in sources[0])
     costs = [{part: of["steps"][0] for part, of in reports.items()} for reports in sources]
-    bases = [source[f"{names[0]}@{chips[0]}"]["preset"] for source in costs]
-    lines = [["residual", *(f"{base}, {chip}" for base in bases for chip in chips)]]
+    chips_of = [_distinct(part.split("@")[1] for part in source) for source in costs]
+    pairs = list(zip(costs, chips_of, strict=True))
+    bases = [source[f"{names[0]}@{chips[0]}"]["preset"] for source, chips in pairs]
+    columns = zip(bases, chips_of, strict=True)
+    lines = [["residual", *(f"{base}, {chip}" for base, chips in columns for chip in chips)]]
     lines[0] += [f"{base}: temporary memory, GB" for base in bases]
     for name in names:
         cells = [name]
-        for source in costs:
+        for source, chips in pairs:
             for chip in chips:
                 if f"{name}@{chip}" not in source:
                     cells.append("-")
@@ -169,7 +172,7 @@ def residuals(*sources: Reports) -> str:
                 million = f"{plain[_BEST_GUESS] / 1e6:.1f} million cycles"
                 best = this[_BEST_GUESS] / plain[_BEST_GUESS]
                 cells.append(million if name == names[0] else f"**{best:.2f}** ({spread})")
-        for source in costs:
+        for source, chips in pairs:
             found = (source.get(f"{name}@{chip}", {}).get("temporary_bytes") for chip in chips)
             cells.append(" / ".join(f"{size / 1e9:.1f}" if size else "-" for size in found))
         lines.append(cells)
