@@ -51,7 +51,7 @@ def test_with_a_checkpoint_it_must_be_the_same(folder):
         workdir.open_workdir(folder, changed(train__seed=1), change_config=True)
     bigger = changed(train__batch_size=128)
     with pytest.raises(UsageError, match="--change_config to continue with these"):
-        workdir.open_workdir(folder, bigger)
+        workdir.open_workdir(folder, bigger, change_config=False)
     opened = workdir.open_workdir(folder, bigger, change_config=True)
     assert opened.lines == ["train.batch_size is 16 there, 128 here"] and not opened.restarts
 
