@@ -200,6 +200,7 @@ class Battery:
         shifted = lambda seed, *shape: (draw(seed, *shape, dtype=dtype) + 3).astype(dtype)
         mixed, current = shifted(2, SITES, *tokens, *size), shifted(3, *tokens, *size)
         log_sums, d_mixed = draw(4, *tokens), np.full_like(mixed, 7)
+        log_sums.reshape(-1)[0] = -np.inf  # a token without any sealed source
         d_z, d_current = (draw(seed, *tokens, *size, dtype=dtype) for seed in (5, 6))
         norms = {"norm": norm, "norm_epsilon": NORM_EPSILON}
         for active in (True, False):
