@@ -4,7 +4,8 @@
     python -m recipes.compare --presets='*-tiny' --seeds=0,1,2 --workdir=runs/systems
 
 Each model trains in <workdir>/<preset>, or in <workdir>/<preset>/seed-<n> if there are several
-seeds. An interrupted command resumes when it is repeated. All models use the batch size, steps and
+seeds. An interrupted command resumes when it is repeated. A run that diverges has no losses in the
+table, and does not train again until its config changes. All models use the batch size, steps and
 data of the first preset, and each has the optimizer of its own preset: --learning_rate=0.01 gives
 all of them one rate.
 

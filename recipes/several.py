@@ -132,7 +132,8 @@ def train_all(trials: list[Trial], train: Callable, first: int = 1, total: int |
 
     Args:
       trials: the trials, in the order in which they train.
-      train: `training.trainer.train`, or a function with the same arguments.
+      train: `training.trainer.train`, or a function with the same arguments. It may return None for
+        a run that it does not train, or that diverges.
       first: the number to print for the first trial.
       total: the total number of trials to print; None means the number of `trials`.
 

@@ -102,13 +102,13 @@ def _train_to(loss: float) -> Callable:
     The function does not train a run that has already reached this loss. It refuses a folder with a
     run of another config, because the table would show the other run's figures.
     """
-    from rmt_tpu.analysis.sweep import try_run
     from rmt_tpu.experiments import speedrun
+    from rmt_tpu.training.trainer import train
 
     def train_to_loss(config: RunConfig, folder: Folder, label: str):
         if speedrun.has_reached(config, folder, loss):
             return None
-        return try_run(config, folder, label=label, stop_loss=loss)
+        return train(config, folder, label=label, stop_loss=loss)
 
     return train_to_loss
 

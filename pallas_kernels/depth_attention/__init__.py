@@ -289,10 +289,10 @@ def depth_attention_merge(
 
     Returns:
       `mixed`, `current`, and `z = norm_gain * norm(h)` in the dtype of `current`, where h is the
-      mix of this site over all sources. The caller must use the returned `mixed` and `current` in
-      place of the arguments, so that the gradients of later uses pass through this op. Merge each
-      site only once, because the backward pass overwrites this site's row in the gradient of
-      `mixed`.
+      mix of this site over all sources; without a norm, z is h. The caller must use the
+      returned `mixed` and `current` in place of the arguments, so that the gradients of later uses
+      pass through this op. Merge each site only once, because the backward pass overwrites this
+      site's row in the gradient of `mixed`.
     """
     check_site(query, gain, current, norm_gain, norm, epsilon, norm_epsilon)
     axes = query.ndim

@@ -58,7 +58,8 @@ from pallas_kernels.target import target
 # The maximum of `vmem_bytes`, in units of 1/60 of the VMEM limit. It is less than 60 because
 # `vmem_bytes` does not count all of the compiler's temporaries.
 _BUDGET = 54
-# The bytes of VMEM that `vmem_bytes` leaves to these temporaries at least, which matters on v4.
+# At least this many bytes of VMEM are left to these temporaries. On chips with little VMEM, such as
+# v4, this is the tighter limit.
 _TEMPORARIES = 4 * 2**20
 # With at most this many sources and few sites, latency dominates, because a kernel computes little
 # per group of tokens. More groups are therefore unrolled into one loop body.

@@ -14,8 +14,8 @@ from rmt_tpu import config as cfg
 from rmt_tpu.decoder import Decoder
 from rmt_tpu.estimator.hlo import VMEM, Array, Bytes, Executed, Module
 
-# The names of kernels that skip empty rows begin with one of these.
-_KERNELS = ("depth_attention", "depth_sums")
+# The names of kernels that skip empty rows begin with one of these. Merges read no bank.
+_KERNELS, _MERGE = ("depth_attention", "depth_sums"), "_merge"
 # The names of kernels whose schedule has the work of every row in a branch of its own. The other
 # kernels work on several rows at a time, or in loops that a schedule counts once.
 _BY_ROW = "depth_attention_matrices"
@@ -62,8 +62,8 @@ class BankRows(NamedTuple):
     def _skipped_by(self, program: Module, ran: Executed, banks: list[Array]) -> Skipped:
         """Return what a kernel with these banks skips.
 
-        The schedule of a kernel that works row by row shrinks with its bytes. The rows' share of
-        the work is larger than that of the bytes, because each row is multiplied for every site.
+        The schedule of a kernel that works row by row is reduced by the share of the bytes that are
+        not moved. This is a lower bound, because each row is multiplied for every site.
         """
         share = 1 - self.read / self.allocated
         total = lambda space: sum(x.bytes for x in banks if x.space == space)
@@ -74,15 +74,21 @@ class BankRows(NamedTuple):
         return Skipped(unread, min(unread.total / moved, share))
 
     def _banks(self, program: Module, ran: Executed) -> list[Array]:
-        """Return those operands and results of a kernel that have a row for each of the bank's."""
+        """Return the operands and results of a kernel that are a bank or the gradient of one.
+
+        Their first axis is the rows. The means of as many sites may have the same shape. Therefore
+        a forward pass has at most one bank, and a backward pass three: the bank, the gradient to
+        which it adds, and the result.
+        """
         kernel = program.kernel(ran.instruction)
-        if kernel is None or not kernel.name.startswith(_KERNELS):
+        if kernel is None or not kernel.name.startswith(_KERNELS) or _MERGE in kernel.name:
             return []
         scope = program.computations[ran.computation]
         # A kernel may get the same bank several times, once for each block that it reads.
         operands = [scope[x].arrays for x in dict.fromkeys(ran.instruction.operands) if x in scope]
         arrays = [array for of in (*operands, ran.instruction.arrays) for array in of]
-        return [x for x in arrays if x.shape[:1] == (self.allocated,) and len(x.shape) > 2]
+        banks = [x for x in arrays if x.shape[:1] == (self.allocated,) and len(x.shape) > 2]
+        return banks[: 3 if "backward" in kernel.name else 1]
 
 
 def bank_rows(config: cfg.ModelConfig) -> BankRows | None:

@@ -73,7 +73,7 @@ def run_result(name: str, workdir: Location) -> RunResult:
 def write_comparison(
     runs: dict[str, list[Location]], folder: Location, *, by_loss: bool = False
 ) -> str:
-    """Compare completed runs, write the results to files, and return the Markdown table.
+    """Compare settled runs, write the results to files, and return the Markdown table.
 
     The files are comparison.png, comparison.md and comparison.json. With more than four systems,
     comparison.png shows the final losses, and curves.png shows the loss curves.
@@ -94,8 +94,8 @@ def write_comparison(
     folder.write("comparison.md", text.encode())
     rows = [asdict(r) for runs_of_system in results.values() for r in runs_of_system]
     for row in rows:
-        if math.isnan(row["held_out_loss"]):
-            row["held_out_loss"] = None
+        losses = ("train_loss", "held_out_loss")
+        row |= {name: None for name in losses if math.isnan(row[name])}
     folder.write("comparison.json", (json.dumps(rows, indent=2) + "\n").encode())
     _draw(runs, results, folder)
     return text

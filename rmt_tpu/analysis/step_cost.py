@@ -4,8 +4,8 @@ The exact step that `train` runs is compiled for one chip. An instruction takes 
 times: that of its schedule, and that of moving its HBM bytes at full bandwidth. The time counts
 once per iteration of the enclosing loops. Each conditional takes its most expensive branch: the one
 that moves the most bytes. A kernel that reads a bank moves as many of its rows as exist on average
-(`bank_rows`), but the high estimate has all of them. If copies between HBM and VMEM overlap other
-work, only their bytes count. Collectives take no time here; see `preflight`.
+(`bank_rows`), but the highest estimate charges all rows. If copies between HBM and VMEM overlap
+other work, only their bytes count. Collectives take no time here; see `preflight`.
 
 `estimator.calibration` compares such estimates with measured times that others published. The other
 cost models of `estimator.cost.MODELS` give lower and higher estimates.
@@ -396,7 +396,8 @@ def _row(
         calls=ran.times,
         by_model={name: model(work_in[name]) * ran.times for name, model in MODELS.items()},
         bytes=Bytes(
-            (traffic.hbm - unread.hbm) * ran.times, (traffic.vmem - unread.vmem) * ran.times
+            max(0, traffic.hbm - unread.hbm) * ran.times,
+            max(0, traffic.vmem - unread.vmem) * ran.times,
         ),
         moves=module.moves_only(instruction),
         in_loop=ran.depth > 0,

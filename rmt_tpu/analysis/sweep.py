@@ -273,7 +273,9 @@ def best(rows: Iterable[SweepRow], count: int = 1) -> list[SweepRow]:
 
 
 def try_run(config: RunConfig, folder: Folder, *, label: str, **options) -> Outcome | None:
-    """Train a run unless it is settled (complete or diverged), which a line then says.
+    """Train a run unless it is settled (complete or diverged).
+
+    For a settled run, a line is printed that says so.
 
     Returns:
       The outcome of training, or None if the run was settled before or has diverged now.

@@ -112,9 +112,9 @@ class Attention(Heads):
     def kept_numbers(self, width: int, *, rebuilt: bool = False) -> int:
         """Return the count of queries, keys, values, outputs and log-sums.
 
-        The product with W_QKV is kept as well if it is normed, and so are gates, and what the core
-        writes if that is normed. If the residual is rebuilt, queries, keys and values are read from
-        it again, unless there are gates.
+        Gates are kept too. The product with W_QKV is kept as well if queries and keys are normed,
+        and the core's output if it is normed. If the residual is rebuilt, queries, keys and values
+        are read from it again, unless there are gates.
         """
         # A log-sum in float32 takes the memory of two numbers in bfloat16.
         qkv, out, log_sums = sum(self.qkv_heads), self.num_heads, 2 * self.num_heads

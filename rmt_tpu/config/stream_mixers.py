@@ -27,6 +27,7 @@ class HyperConnections(System):
     """
 
     kind: ClassVar[str] = "hyper_connections"
+    one_residual: ClassVar[bool] = False
     note: ClassVar[str] = (
         "starts as the plain model; no sqrt(m) on outputs, unlike its paper; projections decay, "
         "static coefficients and scales do not"
@@ -82,6 +83,7 @@ class Mhc(System):
     """
 
     kind: ClassVar[str] = "mhc"
+    one_residual: ClassVar[bool] = False
     note: ClassVar[str] = (
         "starts as the plain model; no sqrt(m) on outputs; projections decay, biases do not"
     )
@@ -121,6 +123,7 @@ class MhcLite(System):
     """
 
     kind: ClassVar[str] = "mhc_lite"
+    one_residual: ClassVar[bool] = False
     streams: Size = 4
     init: Literal["paper", "prenorm"] = "paper"
 
@@ -198,7 +201,7 @@ class WideStreams(System):
 
     @property
     def kept_residuals(self) -> int:
-        """All streams before each layer, and what each sublayer writes."""
+        """Half of the streams before a layer, rounded up, and what the sublayer writes."""
         return -(-self.streams // 2) + 1
 
     def plain_start(self, model: Sizes) -> PlainStart:
@@ -371,6 +374,7 @@ class DepthLstm(System):
     """
 
     kind: ClassVar[str] = "depth_lstm"
+    one_residual: ClassVar[bool] = False
     by_layers: ClassVar[bool] = True
     adds_up: ClassVar[bool] = False
     second_input: ClassVar[int] = 2

@@ -86,7 +86,7 @@ def comparison(
             )
     return "\n".join(lines) + (
         "\n\nDifferences of shares are in percentage points, those between perplexities in nats, "
-        "and those of bits in bits. "
+        "and those of bits per byte in bits. "
         "The standard error is for both models on the same documents; the unpaired error assumes "
         "different documents. Models that read a single text in different windows have only the "
         "unpaired error. p: McNemar's exact test for shares, Student's t-test for the others.\n"

@@ -41,8 +41,8 @@ class ExecutionPlan(NamedTuple):
         residual is rebuilt.
       faster_in_parts: the number of parts in which a batch probably takes less time; None if no
         residual is rebuilt. The step has `train.accumulate` parts whatever this is.
-      whole_blocks: whether each block of attention over depth consists of whole layers; None
-        without blocks of several sublayers.
+      whole_blocks: whether each block of attention over depth consists of whole periods of a stack
+        of layers; None without blocks of several sublayers.
       padded_width: the width of a vector in a bank, including padding; None without a bank of
         vectors.
       decode_kernels: whether decoding uses the kernels for a few tokens.
@@ -116,15 +116,16 @@ def _whole_blocks(model: ModelConfig) -> Choice | None:
     if block == 1:
         return None
     for stack in model.stacks:
-        layer, end = len(stack.cores), start + stack.num_sublayers
-        if block % layer or start % block or (end % block and end < model.num_sublayers):
+        period, end = len(stack.cores), start + stack.num_sublayers
+        if block % period or start % block or (end % block and end < model.num_sublayers):
             return Choice(
                 False,
-                f"a block of {block} sublayers begins or ends within a layer or a stack of layers, "
-                "so that sites also read sums within their own group, which takes longer",
+                f"a block of {block} sublayers begins or ends within the {period} sublayers that a "
+                "stack repeats, or within a stack, so that sites also read sums within their own "
+                "group, which takes longer",
             )
         start = end
-    return Choice(True, f"a block of {block} sublayers consists of whole layers")
+    return Choice(True, f"blocks of {block} sublayers are whole periods of the stacks of layers")
 
 
 def _parts(target: Target, config: RunConfig, size: int, devices: int) -> Choice:

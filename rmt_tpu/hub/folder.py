@@ -84,7 +84,8 @@ def new_folder(folder: str | Path) -> Path:
     """Return the absolute path of the local folder for an export, without creating it.
 
     Args:
-      folder: the folder, in which `~` stands for the home folder.
+      folder: the folder, in which `~` stands for the home folder. It may contain the unfinished
+        files of a killed export, which the next export deletes.
 
     Raises:
       UsageError: the folder is not local, not empty, or cannot be read.
@@ -93,12 +94,19 @@ def new_folder(folder: str | Path) -> Path:
         raise UsageError(f"{folder} is not a local folder; legal: a new or empty local folder")
     path = open_folder(folder).local_path
     try:
-        # A killed export leaves this folder.
-        if path.exists() and any(each.name != UNFINISHED for each in path.iterdir()):
+        if path.exists() and not all(map(_is_left, path.iterdir())):
             raise UsageError(f"{folder} is not empty; legal: a new or empty folder")
     except OSError as error:
         raise UsageError(f"{folder} cannot be written: {error.strerror}") from None
     return path
+
+
+def _is_left(path: Path) -> bool:
+    """Return whether a path is the folder that a killed export has left, with only its files."""
+    if path.name != UNFINISHED or path.is_symlink() or not path.is_dir():
+        return False
+    written = (".safetensors", ".json", ".py", ".jinja", ".txt", ".model")
+    return all(each.is_file() and each.suffix in written for each in path.iterdir())
 
 
 @contextlib.contextmanager
@@ -145,7 +153,8 @@ def export(
     Args:
       decoder: the model.
       tokenizer: the tokenizer of the model.
-      folder: a local folder, which must be new or empty; see `new_folder`.
+      folder: a local folder, which must be new or empty, except for what a killed export has left;
+        see `new_folder`.
       max_length: the sequence length in training, in tokens.
       dtype: the dtype of the written tensors, a key of DTYPES.
       kind: the model type to write. "rmt_tpu" can express any model (see `hub.own`). The other

@@ -210,7 +210,8 @@ class DeltaAttention(DepthAttention):
 
         Returns:
           The means of all sites and the running sum, which replace the arguments; the mean and the
-          log-sum-exp of this site. The latter is only right if there is a null source.
+          log-sum-exp of this site. The latter lacks the running sum if the merge op has computed
+          the mean. This op is only used without a null source, where nothing reads the log-sum-exp.
         """
         mixed, log_sums, place = sealed
         if self.block > 1 and not self._divided() and site.mix.null_logit is None:

@@ -424,7 +424,8 @@ class DepthAttention(nnx.Module):
         embedding = store.write(store.hold(state), y, sublayers[0].site.writer)
         complete, recorded = [self.embedding(embedding)], []
         running = jnp.zeros_like(embedding)
-        # The sum of all earlier writes, if the mixer also keeps it, to which a write is then added.
+        # If the mixer keeps the standard residual, `before` is the sum of all complete sources, and
+        # each output is written to `before + running`.
         before = complete[0] if self.keeps_standard_residual else running
 
         def read(k, site):

@@ -64,8 +64,8 @@ def open_workdir(
       workdir: the run folder.
       config: the config that the run is started with.
       change_config: whether a run may continue with a different batch size, optimizer, number of
-        steps or dtype, or with a larger D_k. None means no, for a command without
-        --change_config: the error then does not suggest this flag.
+        steps or dtype, or with a larger D_k. False and None both refuse a different config. With
+        False, the error suggests --change_config; None is for commands without this flag.
       other: a description of another process that seems to train in the folder, from
         `presence.announce_run`; None if there is none.
 

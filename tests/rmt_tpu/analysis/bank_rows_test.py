@@ -66,6 +66,12 @@ def test_only_passes_within_the_loop_over_layers_skip_rows():
     unread = Bytes(bank * 5 // 8, 0)
     assert skipped(BankRows(4, 1.5)) == {"depth_sums.1": Skipped(unread)}
     assert skipped(BankRows(5, 1.5)) == {}
+    # Merges read the means of all sites, which may be as many as the bank's rows.
+    merge = STEP.replace("depth_sums.1", "depth_attention_merge.1")
+    assert skipped(BankRows(4, 1.5), merge) == {}
+    means = f"%depth_attention_partial.1 = {BANK} custom-call"
+    partial = STEP.replace(f"%depth_sums.1 = {OWN} custom-call", means)
+    assert skipped(BankRows(4, 1.5), partial) == {"depth_attention_partial.1": Skipped(unread)}
     # A kernel that works row by row also executes less. This one gets the bank twice, and writes a
     # row.
     by_row = "depth_attention_matrices_measure"

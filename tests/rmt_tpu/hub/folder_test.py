@@ -325,6 +325,11 @@ def test_the_folder_of_an_export(tmp_path, monkeypatch):
     names = lambda name: {path.name for path in (tmp_path / name).iterdir()}
     assert names("killed") == names("hub")
     shutil.rmtree("killed")
+    (tmp_path / "own/unfinished").mkdir(parents=True)
+    (tmp_path / "own/unfinished/thesis.tex").touch()
+    with pytest.raises(UsageError, match="^own is not empty"):
+        new_folder("own")
+    shutil.rmtree("own")
     (tmp_path / "file").touch()
     for folder, words in (
         ("gs://bucket/hub", "gs://bucket/hub is not a local folder; legal: a new or empty local"),
