@@ -22,7 +22,7 @@ _BY_ROW = "depth_attention_matrices"
 
 
 class Skipped(NamedTuple):
-    """What one call of a kernel skips, on average.
+    """The work that one call of a kernel skips, as an average over all of its calls.
 
     Attributes:
       bytes: the bytes of operands and results that it does not move.

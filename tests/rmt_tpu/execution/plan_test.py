@@ -143,7 +143,7 @@ def test_products_come_in_turn_where_that_is_faster():
     ],
 )
 def test_blocks_of_whole_layers(blocks, whole):
-    """Of 12 layers, and as the mixer groups them."""
+    """The plan of a model of 12 layers says the same as the groups that its mixer makes."""
     changes = {f"model__mixer__{name}": size for name, size in blocks.items()}
     for mixer in ("block_attention", "delta_attention"):
         found = plan("gpt2-160m", model__mixer=mixer, **changes).whole_blocks

@@ -134,7 +134,7 @@ def test_cores_keep_as_many_numbers_as_they_say(preset, changes):
     ],
 )
 def test_mixers_keep_at_most_as_many_residuals_as_they_say(mixer, rows):
-    """For the two sublayers of a layer, besides what the cores keep."""
+    """The numbers are those of a layer's two sublayers, less what its cores keep."""
     model = config_of("gpt2-tiny", {"model.remat": "dots"} | mixer).model
     model = resolve_auto(dataclasses.replace(run("gpt2-tiny"), model=model)).model
     cores = sum(core.kept_numbers(model.width) for core in model.stacks[0].cores)
