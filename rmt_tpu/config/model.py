@@ -119,8 +119,8 @@ class ModelConfig(Checked):
         store keep the outputs of sublayers in place of running sums, which are larger, and sum them
         again. "auto" is "reversible" for training an RMT without pipeline stages, and otherwise
         "full". On TPUs where keeping products is faster, and the memory suffices, it is
-        "reversible_dots" for an RMT, and "dots" for a residual vector, plain or with a bank; see
-        `training.remat_choice`.
+        "reversible_dots" for an RMT, and "dots" for a residual vector, plain or with a bank, and
+        for residual matrices in blocks of whole layers; see `training.remat_choice`.
       kernels: how operations are computed on TPUs and GPUs. "auto" uses kernels on a TPU. On a GPU
         it uses cuDNN's attention, the kernel of grouped matrix products, and the kernels in a table
         of measured times. "xla" is plain JAX. "pallas" uses all kernels. "mosaic_gpu" is like

@@ -105,13 +105,20 @@ def plan_of(config: RunConfig, mesh: jax.sharding.Mesh) -> ExecutionPlan:
         kept_in_rows=choices.kept_in_rows(target),
         rereads_rebuilt=rereads,
         faster_in_parts=parts,
-        whole_blocks=_whole_blocks(model) if model.mixer.banked else None,
+        whole_blocks=whole_blocks(model),
         padded_width=padded,
         decode_kernels=_decode_kernels(model, target, mesh),
     )
 
 
-def _whole_blocks(model: ModelConfig) -> Choice | None:
+def whole_blocks(model: ModelConfig) -> Choice | None:
+    """Say whether each block of attention over depth consists of whole periods of a stack.
+
+    The result is None for a model without blocks of several sublayers, and for an ablation, whose
+    sites read the whole bank one by one.
+    """
+    if not (model.mixer.banked and model.mixer.fused):
+        return None
     block, start = model.mixer.sublayers_a_block(model.num_sublayers), 0
     if block == 1:
         return None

@@ -20,6 +20,8 @@ from rmt_tpu.training.run import resolve_auto
 SIZE = {"train.batch_size": 16, "data.seq_len": 512, "model.compute_dtype": "bfloat16"}
 V5E = "TPU v5 lite"
 NORMED = {"model.attention.normed": "both", "model.feed_forward.normed": "both"}
+BLOCKS = {"model.mixer": "block_attention", "model.mixer.num_blocks": 2}
+THIRDS = {"model.mixer.num_blocks": 16}  # A block of 3 sublayers ends within a layer.
 GATED = {"model.attention.output_gate": True, "model.attention.num_kv_heads": 2}
 
 
@@ -57,7 +59,12 @@ def config_of(preset, changes):
         ("rmt-305m", {}, Devices("NVIDIA H200", 1), "reversible"),
         ("attnres-528m", {}, Devices(V5E, 1), "dots"),
         ("attnres-528m", {"train.batch_size": 64}, Devices(V5E, 1), "full"),
-        ("rmt-attnres-305m", {}, Devices(V5E, 1), "full"),
+        ("rmt-attnres-305m", {}, Devices(V5E, 1), "dots"),
+        ("rmt-attnres-305m", {}, Devices("TPU v6 lite", 1), "dots"),
+        ("rmt-attnres-305m", {}, Devices("TPU7x", 1), "full"),
+        ("rmt-attnres-305m", {"train.batch_size": 64}, Devices(V5E, 1), "full"),
+        ("rmt-attnres-305m", THIRDS, Devices(V5E, 1), "full"),
+        ("rmt-attnres-305m", {"model.mixer.query": "input"}, Devices(V5E, 1), "full"),
         ("gpt2-405m", {"model.mixer": "hyper_connections"}, Devices(V5E, 1), "full"),
         ("gpt2-405m", {"model.mixer": "residual_scalars"}, Devices(V5E, 1), "dots"),
         ("gpt2-160m", {"model.mixer": "wide_streams"}, Devices(V5E, 1), "dots"),
@@ -81,7 +88,7 @@ def test_a_run_that_goes_on_keeps_its_own():
 def test_the_reason_names_the_sizes():
     keeps = keeps_products(config_of("gpt2-405m", {}), Devices(V5E, 1))
     assert keeps.value and keeps.reason.startswith("a device would keep 4.0 GB for the backward")
-    assert keeps_products(config_of("rmt-attnres-305m", {}), Devices(V5E, 1)) is None
+    assert keeps_products(config_of("rmt-attnres-305m", THIRDS), Devices(V5E, 1)) is None
     assert "memory is known" in keeps_products(config_of("gpt2-405m", {}), Devices("cpu", 1)).reason
 
 
@@ -108,18 +115,20 @@ def stacked_numbers(model, seq_len=256):
         ("gpt2-tiny", {"model.feed_forward.activation": "swiglu"} | GATED),
         ("gpt2-tiny", {"model.attention.query_key_norm": True} | GATED),
         ("rmt-tiny", GATED),
+        ("rmt-tiny", BLOCKS),
     ],
 )
 def test_cores_keep_as_many_numbers_as_they_say(preset, changes):
     """All numbers here are of 2 bytes, or are log-sums, which count as two of them."""
-    remat = "reversible_dots" if preset == "rmt-tiny" else "dots"
+    remat = "reversible_dots" if preset == "rmt-tiny" and changes != BLOCKS else "dots"
     model = config_of(preset, {"model.remat": remat} | changes).model
     model = resolve_auto(dataclasses.replace(run(preset), model=model)).model
-    cores, rebuilt = model.stacks[0].cores, model.rebuilds_residual
+    cores, rebuilt = model.stacks[0].cores, preset == "rmt-tiny"
     said = sum(core.kept_numbers(model.width, rebuilt=rebuilt) for core in cores)
-    # In a vector model, the residual of each of the two sublayers is kept; an RMT keeps what one of
-    # its sublayers writes in a stack of this length, and a float32 statistic of each norm.
-    rest = 2 * model.width if not rebuilt else model.width + 2 * 2 * 2
+    # In a vector model, the residual of each of the two sublayers is kept, and what each writes in
+    # an RMT with blocks. An RMT keeps what one of its sublayers writes in a stack of this length,
+    # and a float32 statistic of each norm.
+    rest = 2 * model.width if not model.rebuilds_residual else model.width + 2 * 2 * 2
     assert stacked_numbers(model) == said + rest
 
 
