@@ -51,7 +51,7 @@ def attention(
     """
     heads, D = size
     G = heads if kv_heads is None else kv_heads
-    options = _options(size, G, alibi, order, window, cap)
+    options = _options(size, kv_heads, alibi, order, window, cap)
 
     def function(implementation, qkv, segment_ids=None, k=None, v=None):
         out = pallas_kernels.causal_attention(
@@ -87,36 +87,17 @@ def attention(
 
 
 def attention_in_stack(
-    size: Heads,
-    tokens: Tokens,
-    *,
-    kv_heads: int | None = None,
-    alibi: bool = False,
-    segments: bool = True,
-    order: Rows = "size_major",
-    dtype: str = "bfloat16",
-    window: int | None = None,
-    cap: float | None = None,
+    size: Heads, tokens: Tokens, *, segments: bool = True, dtype: str = "bfloat16", **options: Any
 ) -> DeviceCase:
     """Return a test case for attention that writes its output into an array of two layers.
 
     A reversible train step calls the op like this, and its backward pass reads the output there.
     The cotangent of queries, keys and values is among the results, and so is the other layer's
     output, which must stay as it is. The case itself is not differentiated. See `attention` for the
-    arguments.
+    arguments and the options, which are all others except `values`.
     """
-    options = _options(size, kv_heads or size.heads, alibi, order, window, cap)
-    whole = attention(
-        size,
-        tokens,
-        segments=segments,
-        alibi=alibi,
-        kv_heads=kv_heads,
-        order=order,
-        dtype=dtype,
-        window=window,
-        cap=cap,
-    )
+    whole = attention(size, tokens, segments=segments, dtype=dtype, **options)
+    of_op = _options(size, **options)
     shape = (*tokens, size.heads, size.size)
 
     def inputs():
@@ -126,7 +107,7 @@ def attention_in_stack(
         }
 
     def function(implementation, qkv, other, d_out, segment_ids=None):
-        given = {"segment_ids": segment_ids, "implementation": implementation} | options
+        given = {"segment_ids": segment_ids, "implementation": implementation} | of_op
         to = StackSlice(jnp.stack([other, other]), 1)
         stack, log_sums = pallas_kernels.attention_forward(qkv, to=to, **given)
         out = StackSlice(stack, 1)
@@ -145,11 +126,18 @@ def attention_in_stack(
     )
 
 
-def _options(size: Heads, kv_heads: int, alibi: bool, order: Rows, window, cap) -> dict[str, Any]:
+def _options(
+    size: Heads,
+    kv_heads: int | None = None,
+    alibi: bool = False,
+    order: Rows = "size_major",
+    window: int | None = None,
+    cap: float | None = None,
+) -> dict[str, Any]:
     return {
         "scale": size.size**-0.5,
         "slopes": _slopes(size.heads) if alibi else None,
-        "kv_heads": kv_heads,
+        "kv_heads": size.heads if kv_heads is None else kv_heads,
         "rows": order,
         "window": window,
         "cap": cap,
