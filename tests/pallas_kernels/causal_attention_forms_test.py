@@ -11,17 +11,23 @@ import pytest
 
 from pallas_kernels import causal_attention
 from pallas_kernels.causal_attention import cudnn, plain, reference
-from pallas_kernels.causal_attention.forms import form
 from pallas_kernels.causal_attention.interface import AttentionOperands, ResultsAndCotangent
 from tests import cuda
 
 PAGE = Path(__file__).resolve().parents[2] / "docs/gpu_attention.md"
 CAPABILITIES, SIZES = (80, 86, 89, 90, 100), (64, 96, 112, 120, 128, 192, 256)
-NAMES = {"cuDNN": "cudnn", "online": "online"}
 
 
-def cells(text: str) -> dict[tuple[int, bool, bool, int], str]:
-    """The form by capability, whether there are documents, and ALiBi, and by the heads' size."""
+def refused(
+    capability, size, value_size, segments, alibi, *, length=2048, dtype="bfloat16", cap=None
+):
+    """Why a call of a capability and sizes, with masks, is not cuDNN's; None if it is."""
+    of_masks = {"segments": segments, "alibi": alibi, "length": length}
+    return cudnn.refused(capability, size, value_size, **of_masks, dtype=dtype, cap=cap)
+
+
+def cells(text: str) -> dict[tuple[int, bool, bool, int], bool]:
+    """Whether cuDNN serves, by capability, documents, ALiBi and the size of the heads."""
     header, *rows = (
         [cell.strip() for cell in line.strip("|").split("|")]
         for line in re.findall(r"^\| (?:device|sm_).*\|$", text, re.MULTILINE)
@@ -31,7 +37,7 @@ def cells(text: str) -> dict[tuple[int, bool, bool, int], str]:
     for device, documents, alibi, *forms in rows:
         given = int(device.removeprefix("sm_")), documents == "yes", alibi == "yes"
         for size, name in zip(map(int, header[3:]), forms, strict=True):
-            found[*given, size] = NAMES[name]
+            found[*given, size] = {"cuDNN": True, "online": False}[name]
     return found
 
 
@@ -39,8 +45,8 @@ def test_the_table_is_what_the_function_says():
     told = cells(PAGE.read_text(encoding="utf-8"))
     keys = set(itertools.product(CAPABILITIES, (False, True), (False, True), SIZES))
     assert set(told) == keys
-    asked = {key: form(key[0], key[3], key[3], *key[1:3]).name for key in keys}
-    assert told == asked and set(asked.values()) == {"cudnn", "online"}
+    asked = {key: refused(key[0], key[3], key[3], *key[1:3]) is None for key in keys}
+    assert told == asked and set(asked.values()) == {True, False}
 
 
 @pytest.mark.parametrize(
@@ -57,22 +63,21 @@ def test_the_table_is_what_the_function_says():
     ],
 )
 def test_why(given, why):
-    found = form(*given)
-    assert found.name == ("cudnn" if why is None else "online")
-    assert (found.why is None) if why is None else re.search(why, found.why)
+    found = refused(*given)
+    assert found is None if why is None else re.search(why, found)
 
 
 def test_what_it_says_depends_on_length_and_dtype():
-    on_ampere = functools.partial(form, 80, 112, 112, True, False)
-    assert on_ampere(length=2048).name == on_ampere(length=32767).name == "cudnn"
-    assert on_ampere(length=32768).name == "online"
-    assert form(90, 64, 64, True, False, dtype="float32").why.startswith("data vectors of float32")
+    on_ampere = functools.partial(refused, 80, 112, 112, True, False)
+    assert on_ampere(length=2048) is on_ampere(length=32767) is None
+    assert on_ampere(length=32768) is not None
+    assert refused(90, 64, 64, True, False, dtype="float32").startswith("data vectors of float32")
 
 
 @pytest.mark.parametrize("capability", CAPABILITIES)
 def test_soft_caps_are_online_everywhere(capability):
-    found = form(capability, 64, 64, False, False, cap=50.0)
-    assert found == ("online", "a soft cap on logits, 50.0 (legal: None)")
+    why = refused(capability, 64, 64, False, False, cap=50.0)
+    assert why == "a soft cap on logits, 50.0 (legal: None)"
 
 
 @pytest.mark.parametrize(
@@ -106,19 +111,20 @@ def test_programs_have_the_form_of_the_table(target, size, documents):
         out, pullback = jax.vjp(op, qkv)
         return pullback(out)[0]
 
-    wanted = form(int(target.removeprefix("sm_")), size, size, documents, False)
+    capability = int(target.removeprefix("sm_"))
+    by_cudnn = refused(capability, size, size, documents, False) is None
     lower = functools.partial(cuda.lowered, gradient, qkv, ids, target=target)
-    if wanted.name == "cudnn":
+    if by_cudnn:
         text = lower()
     else:
         with pytest.warns(UserWarning, match="no cuda kernel for this call"):
             text = lower()
     calls = set(re.findall(r"custom_call @(__cudnn\S+?)\(", text))
     of_cudnn = {"__cudnn$fmhaSoftmax", "__cudnn$fmhaSoftmaxBackward"}
-    assert calls == (of_cudnn if wanted.name == "cudnn" else set())
+    assert calls == (of_cudnn if by_cudnn else set())
     blocks = re.findall(r"tensor<1x16x1x(\d+)x(\d+)xf32>", text)
-    assert (("512", "512") in blocks) == (wanted.name == "online")
-    assert not re.search(rf"x{tokens}xf32>", text) or wanted.name == "cudnn"
+    assert (("512", "512") in blocks) is not by_cudnn
+    assert not re.search(rf"x{tokens}xf32>", text) or by_cudnn
 
 
 @pytest.mark.compile
