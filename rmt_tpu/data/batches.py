@@ -56,28 +56,12 @@ def split(
     )
 
 
-def pack(
-    documents: list[str], tokenizer: Tokenizer, kind: str = "text"
-) -> Int32[np.ndarray, " tokens"]:
-    """Concatenate the tokens of all documents into one stream, with BOS before each document.
-
-    Args:
-      documents: the documents in order.
-      tokenizer: the tokenizer with which the model is trained.
-      kind: the kind of the documents, such as "text" or "messages"; see `marked.Reading`.
-
-    Returns:
-      The stream of tokens, int32 [tokens]. The bit `marked.CONTEXT` is set in tokens that training
-      excludes from the loss.
-    """
-    return pack_with_bounds(documents, tokenizer, kind).tokens
-
-
 class Packed(NamedTuple):
     """A stream of tokens, and where its documents begin.
 
     Attributes:
-      tokens: int32 [tokens], the result of `pack`.
+      tokens: int32 [tokens]. The bit `marked.CONTEXT` is set in tokens that training excludes from
+        the loss.
       bounds: int64 [documents + 1], the position of the first token of each document, and the end
         of the stream. Tokens equal to BOS may also be within a conversation.
     """
@@ -86,11 +70,13 @@ class Packed(NamedTuple):
     bounds: Int64[np.ndarray, " documents_plus_1"]
 
 
-def pack_with_bounds(documents: list[str], tokenizer: Tokenizer, kind: str = "text") -> Packed:
-    """Return the stream of all documents, as `pack` does, and the bounds of the documents.
+def pack(documents: list[str], tokenizer: Tokenizer, kind: str = "text") -> Packed:
+    """Concatenate the tokens of all documents into one stream, with BOS before each document.
 
     Args:
-      documents, tokenizer, kind: see `pack`.
+      documents: the documents in order.
+      tokenizer: the tokenizer with which the model is trained.
+      kind: the kind of the documents, such as "text" or "messages"; see `marked.Reading`.
     """
     bos = np.array([marked.first_token(tokenizer, kind)], np.int32)
     encoded = list(marked.encode_all(documents, tokenizer))
@@ -199,7 +185,7 @@ class Windows:
         """Create windows over a stream, which is not copied.
 
         Args:
-          tokens: an int32 array [tokens] from `pack`, or a `Stream`, from which only the needed
+          tokens: the int32 array [tokens] of `pack`, or a `Stream`, from which only the needed
             windows are read.
           seq_len: number of inputs per window.
           batch_size: number of windows per batch.

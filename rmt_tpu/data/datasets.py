@@ -8,7 +8,7 @@ import numpy as np
 
 from rmt_tpu import data
 from rmt_tpu.config import RunConfig
-from rmt_tpu.data.batches import Packed, pack_with_bounds
+from rmt_tpu.data.batches import Packed, pack
 from rmt_tpu.data.marked import find_template
 from rmt_tpu.errors import UsageError
 from rmt_tpu.storage import open_folder
@@ -137,7 +137,7 @@ def _read(config: RunConfig, tokenizer: data.Tokenizer, source: str) -> list[Pac
     parts = data.split(
         documents, eval_fraction=config.data.eval_fraction, seed=config.train.seed, source=source
     )
-    return [pack_with_bounds(part, tokenizer, kind) for part in parts]
+    return [pack(part, tokenizer, kind) for part in parts]
 
 
 def chat_template_of(config: RunConfig, tokenizer: data.Tokenizer) -> data.ChatTemplate | None:

@@ -66,7 +66,7 @@ def content(store: Path) -> list[int]:
 def test_all_text_is_in_the_store_once(store, source):
     opened = open_store(str(store))
     streams = [s.read(np.zeros(1, np.int64), len(s))[0] for s in (opened.train, opened.held_out)]
-    expected = pack(documents(source), ByteTokenizer())
+    expected = pack(documents(source), ByteTokenizer()).tokens
     assert sum(map(len, streams)) == len(expected)
     counts = sum(np.bincount(stream, minlength=257) for stream in streams)
     np.testing.assert_array_equal(counts, np.bincount(expected, minlength=257))

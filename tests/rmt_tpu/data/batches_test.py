@@ -141,9 +141,9 @@ def test_one_character_is_too_short_to_divide():
 
 
 def test_each_document_follows_a_bos():
-    tokens = pack(["ab", "", "é"], ByteTokenizer())
+    tokens = pack(["ab", "", "é"], ByteTokenizer()).tokens
     assert (tokens.tolist(), tokens.dtype) == ([BOS, 97, 98, BOS, BOS, 0xC3, 0xA9], np.int32)
-    assert pack([], ByteTokenizer()).shape == (0,)
+    assert pack([], ByteTokenizer()).tokens.shape == (0,)
 
 
 # Windows -------------------------------------------------------------------------------------

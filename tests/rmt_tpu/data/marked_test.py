@@ -17,7 +17,7 @@ from rmt_tpu.data import (
     open_store,
     read_template,
 )
-from rmt_tpu.data.batches import cut, pack_with_bounds, whole_documents
+from rmt_tpu.data.batches import cut, pack, whole_documents
 from rmt_tpu.data.corpus import documents
 from rmt_tpu.data.datasets import chat_template_of, load_datasets
 from rmt_tpu.data.marked import (
@@ -152,7 +152,7 @@ def test_every_token_is_a_target_once_and_only_marked_ones_have_a_weight():
         Marked([Piece("p" * n, False), Piece("c" * (n % 5 + 1), True)], special=False)
         for n in range(1, 40)
     ]
-    tokens, bounds = pack_with_bounds(texts, BYTE, "completion")
+    tokens, bounds = pack(texts, BYTE, "completion")
     windows = Windows(
         tokens,
         seq_len=24,
@@ -239,7 +239,7 @@ def test_a_store_has_the_tokens_of_a_run_in_memory(kind, tmp_path):
         own = [BYTE.decode(stream.document(n)) for n in range(stream.num_documents)]
         assert set(own) <= texts
         ordered = [text for text in found if text in set(own)]
-        packed = pack_with_bounds(ordered, BYTE, kind)
+        packed = pack(ordered, BYTE, kind)
         np.testing.assert_array_equal(tokens, packed.tokens)
         np.testing.assert_array_equal(stream.bounds(), packed.bounds)
     changes = {"data.source": store.url, "data.seq_len": 32, "train.batch_size": 2}

@@ -74,8 +74,8 @@ def expected(source: str, *, fraction: float = 0.2, seed: int = 0) -> tuple[list
 
     texts = documents(source)
     return (
-        pack([text for text in texts if not below(text)], BYTE).tolist(),
-        pack([text for text in texts if below(text)], BYTE).tolist(),
+        pack([text for text in texts if not below(text)], BYTE).tokens.tolist(),
+        pack([text for text in texts if below(text)], BYTE).tokens.tolist(),
     )
 
 
@@ -233,7 +233,9 @@ def test_one_document_is_divided_as_split_does(tmp_path):
     (tmp_path / "a.txt").write_text(text)
     make(str(tmp_path / "a.txt"), tmp_path / "store", eval_fraction=0.05)
     train, held_out = split([text], eval_fraction=0.05, seed=0)
-    assert both(tmp_path / "store") == (pack(train, BYTE).tolist(), pack(held_out, BYTE).tolist())
+    assert both(tmp_path / "store") == tuple(
+        pack(part, BYTE).tokens.tolist() for part in (train, held_out)
+    )
 
 
 def test_too_little_text_is_told(tmp_path):
