@@ -1,10 +1,5 @@
-"""Shapes of the ops' operands for given sizes, and the sizes of well-known models.
+"""Shapes of the ops' operands for given sizes, and the sizes of well-known models."""
 
-The methods return `ShapeDtypeStruct`s by default. A caller that needs arrays on a device passes its
-own function `array(dtype, *shape)`.
-"""
-
-from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -17,7 +12,6 @@ from pallas_kernels.depth_attention.interface import (
 )
 from pallas_kernels.key_vector.interface import Reread, SiteBackward, SiteOperands, Statistics
 
-Array = Callable[..., jax.ShapeDtypeStruct]
 # The batch size of one training step, and the sequence length in the RMT (Residual Matrix
 # Transformer) paper.
 TOKENS = (16, 512)
@@ -44,7 +38,7 @@ class KeyVector(NamedTuple):
         """The sizes of an op that reads R vectors, as the input of a feed-forward layer."""
         return self._replace(P=self.R)
 
-    def site(self, tokens, data="bfloat16", residual=None, array: Array = array) -> SiteOperands:
+    def site(self, tokens, data="bfloat16", residual=None) -> SiteOperands:
         """Return the operands of the forward pass for `tokens` = (batch size, sequence length).
 
         The residual has the data's dtype if `residual` is None. The store's operands are None if R
@@ -55,29 +49,27 @@ class KeyVector(NamedTuple):
         read = (array("float32", K, V), array("float32", P, K)) if P else (None, None)
         return SiteOperands(array(residual or data, *tokens, K, V), *stored, *read)
 
-    def backward(
-        self, tokens, data="bfloat16", residual=None, array: Array = array
-    ) -> SiteBackward:
+    def backward(self, tokens, data="bfloat16", residual=None) -> SiteBackward:
         """Return the operands of the backward pass of a key-vector op.
 
         The store's operands are None if R is 0, and the read's operands are None if P is 0.
         """
         K, V, R, P = self
-        site = self.site(tokens, data, residual, array)
+        site = self.site(tokens, data, residual)
         dtype = data if residual in (None, "int16") else residual
         d_residual = array(dtype, *tokens, K, V) if R else None
         if not P:
             return SiteBackward(site._replace(residual=None), None, d_residual, None)
         d_retrieved = array(data, *tokens, P, V)
-        return SiteBackward(site, _statistics(tokens, array), d_residual, d_retrieved)
+        return SiteBackward(site, _statistics(tokens), d_residual, d_retrieved)
 
-    def reread(self, tokens, array: Array = array) -> Reread:
+    def reread(self, tokens) -> Reread:
         """Return the operands of a read of P vectors from the residual that `undo` rebuilds."""
         read = array("float32", self.K, self.V), array("float32", self.P, self.K)
-        return Reread(*read, _statistics(tokens, array))
+        return Reread(*read, _statistics(tokens))
 
 
-def _statistics(tokens, array: Array) -> Statistics:
+def _statistics(tokens) -> Statistics:
     batch, seq = tokens
     return Statistics(array("float32", batch, 2, seq))
 
@@ -99,16 +91,14 @@ class Depth(NamedTuple):
     N: int
     D: int
 
-    def partial(self, tokens, dtype="bfloat16", *, prior=False, array: Array = array) -> Partial:
+    def partial(self, tokens, dtype="bfloat16", *, prior=False) -> Partial:
         """Return the operands of phase one; with `prior`, they include mixes of earlier sources."""
         S, N, D = self
         sources = array("float32", S, D), array(dtype, N, *tokens, D), array("int32")
         mixed = array(dtype, S, *tokens, D), array("float32", S, *tokens)
         return Partial(*sources, mixed if prior else None)
 
-    def partial_cotangents(
-        self, tokens, dtype="bfloat16", *, array: Array = array
-    ) -> PartialCotangents:
+    def partial_cotangents(self, tokens, dtype="bfloat16") -> PartialCotangents:
         """Return the operands of phase one's backward pass, in addition to those of `partial`.
 
         The operands include an array to which the gradients of the sources are added.
@@ -116,24 +106,22 @@ class Depth(NamedTuple):
         sums, sources = array("float32", self.S, *tokens), array(dtype, self.N, *tokens, self.D)
         return PartialCotangents(sums, sums, array(dtype, self.S, *tokens, self.D), sources)
 
-    def merge(self, tokens, dtype="bfloat16", *, array: Array = array) -> Merge:
+    def merge(self, tokens, dtype="bfloat16") -> Merge:
         """Return the operands of phase two (`merge`) for one of the S sites."""
         parameter, token = array("float32", self.D), array(dtype, *tokens, self.D)
         mixed, sums = array(dtype, self.S, *tokens, self.D), array("float32", *tokens)
         site, active = array("int32"), array("bool")
         return Merge(parameter, mixed, sums, site, token, active, parameter)
 
-    def merge_backward(self, tokens, dtype="bfloat16", *, array: Array = array):
+    def merge_backward(self, tokens, dtype="bfloat16"):
         """Return the operands of the backward pass of `merge`: a `Merge` and the cotangents."""
-        merge = self.merge(tokens, dtype, array=array)
+        merge = self.merge(tokens, dtype)
         return merge, MergeCotangents(merge.current, merge.mixed, merge.current)
 
 
 # The sizes of the reads and writes before attention layers, for the models in Table 9 of the RMT
 # paper. RMT_LARGE has four times the K (the number of entries per key) of the largest model.
-RMT_46M = KeyVector(32, 32, 12, 36)
 RMT_134M = KeyVector(32, 64, 12, 36)
-RMT_206M = KeyVector(48, 64, 14, 42)
 RMT_305M = KeyVector(64, 64, 16, 48)
 RMT_LARGE = KeyVector(256, 64, 16, 48)
 

@@ -26,6 +26,12 @@ def place_on(topology: str):
     return lambda dtype, *shape: jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
 
 
+def placed_on(topology: str, shapes: Any) -> Any:
+    """A tree of shapes, on a device of "v5e:2x2" or the like."""
+    array = place_on(topology)
+    return jax.tree.map(lambda x: array(x.dtype, *x.shape), shapes)
+
+
 def schedules(
     topology: str, jobs: Sequence[tuple[str, dict[str, Any]]], folder: pathlib.Path
 ) -> list[dict[str, str]]:

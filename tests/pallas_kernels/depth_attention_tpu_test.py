@@ -36,7 +36,7 @@ from tests.pallas_kernels.depth_attention_battery import (
     draw,
 )
 from tests.tiers import later
-from tests.tpu import place_on
+from tests.tpu import placed_on
 
 FLOAT32 = 5e-6
 # Their mixes take more VMEM than their sources.
@@ -266,8 +266,8 @@ def compile_both(topology, size, T, dtype):
         scored = scored._replace(accumulate=added)
         return out, mosaic_tpu.partial_backward(given, scored, **options("partial_backward"))
 
-    place = {"dtype": dtype, "array": place_on(topology)}
-    given, scored = size.partial((T,), **place), size.partial_cotangents((T,), **place)
+    shapes_of = size.partial((T,), dtype), size.partial_cotangents((T,), dtype)
+    given, scored = placed_on(topology, shapes_of)
     args = given, scored._replace(accumulate=None), scored.accumulate
     return jax.jit(both, donate_argnums=2).lower(*args).compile()
 
@@ -300,7 +300,7 @@ def test_partial_compiles(topology, size, T, dtype):
 @pytest.mark.compile
 def test_a_prior_leaves_room_for_temporaries_on_v4():
     size, options = Depth(8, 9, 2048), {"epsilon": EPSILON}
-    given = size.partial((8192,), prior=True, array=place_on("v4:2x2x1"))
+    given = placed_on("v4:2x2x1", size.partial((8192,), prior=True))
     with lowering_for("TPU v4"):
         compiled = jax.jit(lambda x: mosaic_tpu.partial(x, **options)).lower(given).compile()
     assert re.search("custom-call.*depth_attention_partial", compiled.as_text())
@@ -308,7 +308,7 @@ def test_a_prior_leaves_room_for_temporaries_on_v4():
 
 @pytest.mark.compile
 def test_partial_with_a_prior_in_float32_compiles():
-    given = MANY_SITES.partial((512,), prior=True, array=place_on("v5e:2x2"))
+    given = placed_on("v5e:2x2", MANY_SITES.partial((512,), prior=True))
     mixed, log_sums = given.prior
     prior = jax.ShapeDtypeStruct(mixed.shape, "float32", sharding=mixed.sharding), log_sums
     text = compile_partial(given._replace(prior=prior)).as_text()
@@ -346,7 +346,7 @@ def test_merge_compiles(topology, T, D, norm):
         z = mosaic_tpu.merge(given, **options)
         return z, mosaic_tpu.merge_backward(given, MergeCotangents(z, d_mixed, z), **options)
 
-    given = Depth(4, 1, D).merge((T,), array=place_on(topology))
+    given = placed_on(topology, Depth(4, 1, D).merge((T,)))
     given = given if norm else given._replace(norm_gain=None)
     compiled = jax.jit(both, donate_argnums=1).lower(given, given.mixed).compile()
     text = compiled.as_text()

@@ -16,7 +16,7 @@ from pallas_kernels.key_vector import block_sizes, mosaic_tpu, mosaic_tpu_kernel
 from pallas_kernels.key_vector.block_sizes import BlockSizes, Sizes, choose_block_sizes
 from pallas_kernels.key_vector.interface import Reread, SiteBackward, SiteOperands, Statistics
 from pallas_kernels.key_vector.mosaic_tpu_call import Walk
-from pallas_kernels.shapes import RMT_305M, RMT_LARGE, TOKENS, KeyVector
+from pallas_kernels.shapes import RMT_305M, RMT_LARGE, TOKENS, KeyVector, array
 from pallas_kernels.target import Target, lowering_for, target
 from tests.closeness import assert_close, float64
 from tests.pallas_kernels.key_vector_battery import (
@@ -30,7 +30,7 @@ from tests.pallas_kernels.key_vector_battery import (
     retrieved_of,
 )
 from tests.tiers import later
-from tests.tpu import place_on, schedules
+from tests.tpu import placed_on, schedules
 
 # Many tests run the programs of a few cases.
 SHARED = pytest.mark.xdist_group("key-vector kernels for TPU")
@@ -151,10 +151,8 @@ def test_compiles_within_vmem(topology, tokens, size, residual, data, norm):
         out = mosaic_tpu.forward(given.site, norm=norm, epsilon=EPSILON)
         return out, mosaic_tpu.backward(given, norm=norm, rebuild=True)
 
-    array = place_on(topology)
-    given = size.backward(tokens, data, residual, array)
-    given = given._replace(again=size.reread(tokens, array))
-    text = both.lower(given).compile().as_text()
+    given = size.backward(tokens, data, residual)._replace(again=size.reread(tokens))
+    text = both.lower(placed_on(topology, given)).compile().as_text()
     for name in ("key_vector_forward", "key_vector_backward"):
         assert re.search(rf"custom-call.*{name}", text), name
 
@@ -208,7 +206,7 @@ def test_halves_compile(topology):
         of_store = SiteBackward(SiteOperands(None, w, y), None, X, None)
         return mosaic_tpu.backward(of_store), mosaic_tpu.backward(of_read, **norm)
 
-    site = functools.partial(SMALL.site, (1, 256), array=place_on(topology))
+    site = lambda **options: placed_on(topology, SMALL.site((1, 256), **options))
     text = both.lower(*site(residual="int16")).compile().as_text()
     text += gradients.lower(*site()).compile().as_text()
     for name in ("store", "read", "store_backward", "read_backward"):
@@ -248,8 +246,7 @@ def test_a_scan_over_layers_copies_no_residual():
         X, y = jax.lax.scan(layer, (X, y), p)[0]
         return jnp.sum(jnp.square(X.astype(jnp.float32))) + jnp.sum(y.astype(jnp.float32))
 
-    array = place_on("v5p:2x2x1")
-    X, _, y, *_ = size.site(TOKENS, array=array)
+    X, _, y, *_ = size.site(TOKENS)
     parameters = {
         "w": array("float32", layers, R, K),
         "gain": array("float32", layers, K, V),
@@ -257,7 +254,8 @@ def test_a_scan_over_layers_copies_no_residual():
         "up": array("bfloat16", layers, V * P, 512),
         "down": array("bfloat16", layers, 512, V * R),
     }
-    text = jax.jit(jax.grad(loss, argnums=(0, 1))).lower(parameters, X, y).compile().as_text()
+    given = placed_on("v5p:2x2x1", (parameters, X, y))
+    text = jax.jit(jax.grad(loss, argnums=(0, 1))).lower(*given).compile().as_text()
     in_loops = big_copies(text, X.size, within=loop_bodies(text))
     assert in_loops == []
     # The converter finds what there is: at the edges the carry has to take its layout.
