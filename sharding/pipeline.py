@@ -62,7 +62,7 @@ def is_last(axis: str = "stage") -> Array:
     return jax.lax.axis_index(axis) == jax.lax.axis_size(axis) - 1
 
 
-def on_last(function: Callable[[Any], Any], operands: Any, *, axis: str = "stage") -> Any:
+def on_last(function: Callable[[Any], Any], operands: Any) -> Any:
     """Return `function(operands)` on the last stage, and zeros on the other stages.
 
     The last stage has the results of the pipeline. The other stages skip the computation. The
@@ -73,14 +73,14 @@ def on_last(function: Callable[[Any], Any], operands: Any, *, axis: str = "stage
     def run(operands):
         shapes = jax.eval_shape(function, operands)
         nothing = lambda _: zeros(shapes)
-        return jax.lax.cond(is_last(axis), function, nothing, operands)
+        return jax.lax.cond(is_last(), function, nothing, operands)
 
     def backward(operands, cotangents):
         def undo(operands, cotangents):
             return jax.vjp(function, operands)[1](cotangents)[0]
 
         nothing = lambda operands, _: zeros(operands)
-        return (jax.lax.cond(is_last(axis), undo, nothing, operands, cotangents),)
+        return (jax.lax.cond(is_last(), undo, nothing, operands, cotangents),)
 
     run.defvjp(lambda operands: (run(operands), operands), backward)
     return run(operands)

@@ -117,12 +117,12 @@ def _total(values):
     return jnp.sum(jnp.sum(values, axis=1))
 
 
-def _inside(sizes, values, other=0.0):
-    """Return `values` with the entries of the padding, the rows from K on, set to `other`."""
+def _inside(sizes, values):
+    """Return `values` with the entries of the padding, the rows from K on, set to 0."""
     if sizes.K == ROWS:
         return values
     rows = plgpu.broadcasted_iota(jnp.int32, values.shape, 0, layout=plgpu.Layout.WGMMA)
-    return jnp.where(rows < sizes.K, values, other)
+    return jnp.where(rows < sizes.K, values, 0.0)
 
 
 def _clear(ref):

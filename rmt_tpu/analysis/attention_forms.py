@@ -34,21 +34,22 @@ class AttentionForm:
 
 
 def attention_forms(
-    model: cfg.ModelConfig, target: Target, length: int, segments: bool = True
+    model: cfg.ModelConfig, target: Target, length: int
 ) -> tuple[AttentionForm, ...]:
     """Return the implementation of each kind of softmax attention in a model, in order of depth.
+
+    Attention gets segment ids, which separate the documents of a sequence, or mark unused cache
+    entries.
 
     Args:
       model: the model; its compute dtype "auto" counts as bfloat16, as on an accelerator.
       target: the device.
       length: the number of tokens per sequence, or, for a prompt, the number of keys.
-      segments: whether attention gets segment ids. They separate the documents of a sequence, or
-        mark unused cache entries.
     """
     name, kernel = _KERNELS[target.platform]
     found = []
     for core in model.cores:
-        arguments = _attention_arguments(model, core, length, segments)
+        arguments = _attention_arguments(model, core, length)
         if arguments is None:
             continue
         if model.kernels == "xla":
@@ -75,14 +76,14 @@ def _refusal(kernel: ModuleType, target: Target, arguments: AttentionOperands) -
 
 
 def _attention_arguments(
-    model: cfg.ModelConfig, core: cfg.Core, length: int, segments: bool
+    model: cfg.ModelConfig, core: cfg.Core, length: int
 ) -> AttentionOperands | None:
     """Return the shapes and dtypes of attention's arguments, or None if the core has no softmax."""
     dtype = jnp.dtype("bfloat16" if model.compute_dtype == "auto" else model.compute_dtype)
     array = lambda heads, size: jax.ShapeDtypeStruct((1, length, heads, size), dtype)
     if (softmax := core.softmax) is None:
         return None
-    ids = jax.ShapeDtypeStruct((1, length), jnp.int32) if segments else None
+    ids = jax.ShapeDtypeStruct((1, length), jnp.int32)
     slopes = jax.ShapeDtypeStruct((softmax.heads,), jnp.float32) if softmax.alibi else None
     kv = (array(softmax.kv_heads, size) for size in (softmax.size, softmax.value_size))
     shown = None if softmax.window is None else Window(softmax.window)

@@ -279,7 +279,7 @@ def undo_and_reread(
     )
 
 
-def site_at(size: KeyVector, batch: int, dtype: str = "bfloat16") -> DeviceCase:
+def site_at(size: KeyVector, batch: int) -> DeviceCase:
     """Return a test case for a write, norm and read with the parameters of one layer of two.
 
     There is one token per row of the batch, as in decoding. The kernels have no gradients.
@@ -287,7 +287,7 @@ def site_at(size: KeyVector, batch: int, dtype: str = "bfloat16") -> DeviceCase:
     tokens = (batch, 1)
 
     def inputs():
-        arrays = _site_inputs(size, tokens, dtype)
+        arrays = _site_inputs(size, tokens, "bfloat16")
         return _two_layers(arrays, ("store_keys", "gain", "read_keys"))
 
     def function(implementation, **arrays):
@@ -297,7 +297,7 @@ def site_at(size: KeyVector, batch: int, dtype: str = "bfloat16") -> DeviceCase:
         return {"stored": stored, "retrieved": retrieved}
 
     flops = (size.R + size.P) * _flops_per_vector(size, tokens)
-    words = _site_words(size, tokens, dtype, "layernorm")
+    words = _site_words(size, tokens, "bfloat16", "layernorm")
     return DeviceCase(
         "store_norm_retrieve_at",
         words,

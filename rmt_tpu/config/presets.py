@@ -202,13 +202,13 @@ _KIMI_VOCABULARY = 163_840
 _KIMI_TOKENS, _KIMI_BATCH, _KIMI_LENGTH = 1.4e12, 2048, 4096
 
 
-def _kimi(layers: int, width: int, heads: int, hidden_dim: int, num_experts: int, top_k: int):
+def _kimi(layers: int, width: int, heads: int, hidden_dim: int):
     linear = Kda(heads, 128)
     latent = Mla(heads, 128, kv_rank=512, rope_dim=64, positions=NoPositions(), latent_epsilon=1e-6)
     # Model files on the Hugging Face hub contain the biases of experts, but not the rate at which
     # training changes them. A model from such a file gets this rate.
     balance = SignRule(2.0**-10)
-    experts = Experts(num_experts, top_k, hidden_dim, scale=2.446, balance=balance)
+    experts = Experts(256, 8, hidden_dim, scale=2.446, balance=balance)
     cores = [latent if n % 4 == 0 or n == layers else linear for n in range(1, layers + 1)]
     wide = [FeedForward(4 * width, "swiglu"), *(layers - 1) * [experts]]
     return ModelConfig(
@@ -220,13 +220,13 @@ def _kimi(layers: int, width: int, heads: int, hidden_dim: int, num_experts: int
     )
 
 
-_KIMI_48B = _kimi(27, 2304, 32, 1024, 256, 8)
+_KIMI_48B = _kimi(27, 2304, 32, 1024)
 _KIMI_MODELS = {
     "kimi-linear-48b-a3b": _KIMI_48B,
     "attnres-kimi-48b": replace(_KIMI_48B, mixer=BlockAttention(sublayers_per_block=6)),
 }
 for _size, (_layers, _width, _expert, *_, _block) in _DEPTH_ROWS.items():
-    _row = _kimi(_layers, _width, _layers, _expert, 256, 8)
+    _row = _kimi(_layers, _width, _layers, _expert)
     _KIMI_MODELS |= {
         f"prenorm-kimi-{_size}": _row,
         f"attnres-kimi-{_size}": replace(_row, mixer=BlockAttention(sublayers_per_block=_block)),

@@ -93,7 +93,7 @@ def read_task(
     return Source(task.name, task.kind, documents, f"{digest}/{task.version}/{limit}", task)
 
 
-def available_tasks(names: Iterable[str], data_dir: str, flag: str = "data_dir") -> list[str]:
+def available_tasks(names: Iterable[str], data_dir: str) -> list[str]:
     """Return the given tasks for which a folder has a data file.
 
     If `data_dir` is "hub", it means the Hugging Face hub, which has data for all tasks.
@@ -106,12 +106,12 @@ def available_tasks(names: Iterable[str], data_dir: str, flag: str = "data_dir")
         return names
     available = []
     for task in find_tasks(names):
-        with usage_errors(flag, data_dir), contextlib.suppress(NoFile):
+        with usage_errors("data_dir", data_dir), contextlib.suppress(NoFile):
             _find(task, data_dir)
             available.append(task.name)
     if not available:
         raise UsageError(
-            f"--{flag}={data_dir!r} has no data for {', '.join(names)}; legal: a folder with "
+            f"--data_dir={data_dir!r} has no data for {', '.join(names)}; legal: a folder with "
             f"<task>.jsonl for at least one task, or {HUB}"
         )
     return available

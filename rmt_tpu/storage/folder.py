@@ -174,19 +174,20 @@ def join(*names: str) -> str:
 
 
 @contextlib.contextmanager
-def faults(where: str = "", kind: type[Exception] = Fault) -> Iterator[None]:
+def faults(where: str) -> Iterator[None]:
     """Turn tensorstore's errors in the `with` body, all of them ValueErrors, into one-line errors.
 
     Args:
       where: text in front of each message.
-      kind: class of the raised errors. If it is Fault, errors that leave a file's content unknown
-        become Unavailable.
+
+    Raises:
+      Unavailable: the error leaves a file's content unknown.
+      Fault: any other error.
     """
     try:
         yield
     except ValueError as error:
         # Leave out the end of the message, a long dump of the array's spec or of a response.
         reason = re.split(r" \[(?:tensorstore_spec|http_response_body)=", str(error))[0]
-        if kind is Fault and reason.startswith(_NO_ANSWER):
-            kind = Unavailable
+        kind = Unavailable if reason.startswith(_NO_ANSWER) else Fault
         raise kind(where + " ".join(reason.split())) from None

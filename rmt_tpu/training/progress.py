@@ -17,11 +17,10 @@ class TrainingProgress(ProgressDisplay):
     Args:
       total: number of steps in the run.
       label: name of the run in the display.
-      line_seconds: minimum number of seconds between two lines if the output is not a terminal.
       show: whether to show anything; only one process of a run does.
     """
 
-    def __init__(self, total: int, label: str, *, line_seconds: float = 5.0, show: bool = True):
+    def __init__(self, total: int, label: str, *, show: bool = True):
         super().__init__(
             label,
             total,
@@ -31,7 +30,6 @@ class TrainingProgress(ProgressDisplay):
             TextColumn("{task.fields[doing]}"),
             TimeRemainingColumn(),
             TextColumn("left"),
-            line_seconds=line_seconds,
             first_line=True,
             show=show,
             doing="starting",
