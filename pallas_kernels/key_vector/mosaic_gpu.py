@@ -25,6 +25,7 @@ from jaxtyping import Array, Bool, DTypeLike
 
 from pallas_kernels.arguments import Norm, read_slices
 from pallas_kernels.key_vector import xla
+from pallas_kernels.key_vector.gpu import forward_name, is_plain, reread
 from pallas_kernels.key_vector.interface import (
     FRACTION_BITS,
     Gradients,
@@ -42,7 +43,6 @@ from pallas_kernels.key_vector.mosaic_gpu_kernels import (
     forward_kernel,
     forward_scratch,
 )
-from pallas_kernels.key_vector.sharded import key_sums
 from pallas_kernels.mosaic_gpu import (
     mosaic_gpu_call,
     multiprocessors,
@@ -79,7 +79,7 @@ def unsupported(
     site = operands.site if whole else operands
     if why := no_mosaic_gpu("9.0", "10.0"):
         return why
-    if _is_plain(op, site):
+    if is_plain(op, site):
         return None
     residual = site.residual
     if residual.dtype not in (jnp.bfloat16, jnp.int16):
@@ -106,17 +106,6 @@ def unsupported(
 
 def _is_legal(count: int) -> bool:
     return 0 < count <= _MOST and count % 8 == 0
-
-
-def _is_plain(op: str, site: SiteOperands) -> bool:
-    """Return whether this is the backward pass of a store or a read alone, which is plain JAX."""
-    return op == "backward" and not (site.stores and site.reads)
-
-
-def _name(site: SiteOperands) -> str:
-    """Return the name of the forward kernel for a store, a read or both."""
-    halves = {(True, True): "forward", (True, False): "store", (False, True): "read"}
-    return f"key_vector_{halves[site.stores, site.reads]}"
 
 
 def default_blocks(sizes: Sizes, kernel: str) -> Blocks:
@@ -176,7 +165,7 @@ def forward(
         inputs |= {"gain": _gain(gain), "read_keys": _padded(read_keys, ROWS, jnp.bfloat16)}
         outputs["retrieved"] = jax.ShapeDtypeStruct((T, P, V), jnp.bfloat16)
         outputs["statistics"] = jax.ShapeDtypeStruct((B, 2, N), jnp.float32)
-    name = _name(site)
+    name = forward_name(site)
     blocks = blocks or default_blocks(sizes, name)
     out = mosaic_gpu_call(
         functools.partial(forward_kernel, sizes, blocks.stages, float(epsilon), scale),
@@ -209,7 +198,7 @@ def backward(
     rebuilt residual is a separate kernel. It is plain JAX if the kernel does not support its number
     of vectors.
     """
-    if _is_plain("backward", operands.site):
+    if is_plain("backward", operands.site):
         return xla.backward(operands, norm=norm, fraction_bits=fraction_bits)
     site, statistics, d_residual, d_retrieved, means, again, _ = read_slices(operands)
     residual, store_keys, data, gain, read_keys = site
@@ -265,21 +254,12 @@ def backward(
 
 
 def _reread(rebuilt, again: Reread, *, norm, fraction_bits, interpret):
-    """Read from the rebuilt residual with the statistics in `again`.
-
-    The kernel subtracts a mean that it computes itself. This function corrects the result for the
-    difference between this mean and the one in `again`.
-    """
-    site = SiteOperands(rebuilt, gain=again.gain, read_keys=again.read_keys)
+    """Read from the rebuilt residual, by the kernel if it supports the number of vectors."""
     options = {"norm": norm, "dtype": jnp.bfloat16, "fraction_bits": fraction_bits}
-    if not _is_legal(again.read_keys.shape[0]):
-        return xla.forward(site, again.statistics, **options).retrieved
-    read = forward(site, scale=False, interpret=interpret, **options)
-    retrieved = read.retrieved.astype(jnp.float32)
-    if norm == "layernorm":
-        above = (read.statistics.mean - again.statistics.mean)[..., None, None]
-        retrieved += above * key_sums(again.gain, again.read_keys)
-    return (again.statistics.rstd[..., None, None] * retrieved).astype(jnp.bfloat16)
+    if _is_legal(again.read_keys.shape[0]):
+        return reread(forward, rebuilt, again, interpret=interpret, **options)
+    site = SiteOperands(rebuilt, gain=again.gain, read_keys=again.read_keys)
+    return xla.forward(site, again.statistics, **options).retrieved
 
 
 def _padded(keys, rows: int, dtype):

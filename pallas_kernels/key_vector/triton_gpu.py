@@ -33,6 +33,7 @@ from pallas_kernels import tuned
 from pallas_kernels.arguments import Norm, read_slices
 from pallas_kernels.call import gpu_call, is_power_of_2
 from pallas_kernels.key_vector import xla
+from pallas_kernels.key_vector.gpu import forward_name, is_plain, reread
 from pallas_kernels.key_vector.interface import (
     FRACTION_BITS,
     Gradients,
@@ -42,7 +43,6 @@ from pallas_kernels.key_vector.interface import (
     SiteResults,
     Statistics,
 )
-from pallas_kernels.key_vector.sharded import key_sums
 from pallas_kernels.key_vector.triton_gpu_kernels import (
     Sizes,
     backward_kernel,
@@ -89,7 +89,7 @@ def unsupported(
     site, *others = operands if isinstance(operands, SiteBackward) else (operands, *others)
     if why := no_triton():
         return why
-    if _is_plain(op, site):
+    if is_plain(op, site):
         return None
     residual = site.residual
     for again in (x for x in others if isinstance(x, Reread)):
@@ -132,7 +132,7 @@ def wins(
     `dtype` is as in `unsupported`.
     """
     site = operands.site if isinstance(operands, SiteBackward) else operands
-    if _is_plain(op, site) or unsupported(op, operands, *others, dtype=dtype) is not None:
+    if is_plain(op, site) or unsupported(op, operands, *others, dtype=dtype) is not None:
         return False
     B, N, K, V = site.residual.shape
     vectors = site.data.dtype if site.stores else dtype or site.residual.dtype
@@ -143,22 +143,11 @@ def wins(
         "P": site.read_keys.shape[0] if site.reads else 0,
         "dtype": jnp.dtype(vectors).name,
     }
-    names = {"key_vector_backward" if op == "backward" else _name(site)}
+    names = {"key_vector_backward" if op == "backward" else forward_name(site)}
     if site.residual.dtype == jnp.int16 and site.stores and site.reads:
         # Plain JAX adds in another order, and could not undo exactly what a kernel has written.
         names = {"key_vector_forward", "key_vector_backward"}
     return all(tuned.winner(KERNELS[name], key, B * N) == "triton" for name in names)
-
-
-def _is_plain(op: str, site: SiteOperands) -> bool:
-    """Return whether this is the backward pass of a store or a read alone, which is plain JAX."""
-    return op == "backward" and not (site.stores and site.reads)
-
-
-def _name(site: SiteOperands) -> str:
-    """Return the name of the forward kernel for a store, a read or both."""
-    halves = {(True, True): "forward", (True, False): "store", (False, True): "read"}
-    return f"key_vector_{halves[site.stores, site.reads]}"
 
 
 def default_blocks(
@@ -230,7 +219,7 @@ def forward(
         inputs |= {"gain": gain, "read_keys": read_keys.astype(dtype)}
         outputs["retrieved"] = jax.ShapeDtypeStruct((T, sizes.P, V), dtype)
         outputs["mean"] = outputs["rstd"] = jax.ShapeDtypeStruct((T,), jnp.float32)
-    name = _name(site)
+    name = forward_name(site)
     blocks = blocks or _blocks_of(sizes, name, residual.dtype)
     kernel = functools.partial(forward_kernel, sizes, blocks, float(epsilon), scale)
     flops = 2 * T * (sizes.R + sizes.P) * K * V
@@ -258,7 +247,7 @@ def backward(
     The backward pass of a store alone or a read alone is plain JAX. The read `again` from the
     rebuilt residual runs as a separate kernel.
     """
-    if _is_plain("backward", operands.site):
+    if is_plain("backward", operands.site):
         return xla.backward(operands, norm=norm, fraction_bits=fraction_bits)
     site, statistics, d_residual, d_retrieved, means, again, *_ = read_slices(operands)
     residual, store_keys, data, gain, read_keys = site
@@ -317,6 +306,7 @@ def backward(
         out |= run(name, kernel, inputs, outputs, sum_blocks, 2 * flops, chunks)
     rebuilt = out["rebuilt"].reshape(residual.shape) if rebuild else None
     options = {"norm": norm, "dtype": data.dtype, "fraction_bits": fraction_bits}
+    options["interpret"] = interpret
     return Gradients(
         residual=out["d_residual"].reshape(d_residual.shape),
         data=out["d_data"].reshape(data.shape),
@@ -324,24 +314,8 @@ def backward(
         gain=jnp.sum(out["d_gain"], axis=0),
         read_keys=jnp.sum(out["d_read_keys"], axis=0).T,
         rebuilt=rebuilt,
-        retrieved=None if again is None else _reread(rebuilt, again, interpret, **options),
+        retrieved=None if again is None else reread(forward, rebuilt, again, **options),
     )
-
-
-def _reread(rebuilt, again: Reread, interpret, *, norm, dtype, fraction_bits):
-    """Read from the rebuilt residual with the statistics in `again`.
-
-    The kernel subtracts a mean that it computes itself. This function corrects the result for the
-    difference between this mean and the one in `again`.
-    """
-    site = SiteOperands(rebuilt, gain=again.gain, read_keys=again.read_keys)
-    options = {"norm": norm, "dtype": dtype, "fraction_bits": fraction_bits}
-    read = forward(site, scale=False, interpret=interpret, **options)
-    retrieved = read.retrieved.astype(jnp.float32)
-    if norm == "layernorm":
-        above = (read.statistics.mean - again.statistics.mean)[..., None, None]
-        retrieved += above * key_sums(again.gain, again.read_keys)
-    return (again.statistics.rstd[..., None, None] * retrieved).astype(dtype)
 
 
 def _run(name, kernel, inputs, outputs, blocks: Blocks, flops, *more_grid, interpret):
