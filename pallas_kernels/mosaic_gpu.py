@@ -2,7 +2,6 @@
 
 import inspect
 import math
-import re
 from collections.abc import Callable, Mapping
 from types import SimpleNamespace
 from typing import Any, Literal
@@ -25,28 +24,22 @@ PROGRAMS = "programs"
 # The bytes of shared memory of a multiprocessor, and those of a program for sums over threads.
 _SHARED_MEMORY, _SUMS = 228 * 1024, 512
 
-# The slugs (short names) of GPUs by compute capability. Both kinds have a copy engine (TMA); only
-# the first has the matrix instructions `wgmma`.
-_SLUGS = {
-    "9.0": re.compile(r"nvidia_(gh200|h100|h200|h20|h800)(_|-|$)"),
-    "10.0": re.compile(r"nvidia_(gb200|b200|b100)(_|-|$)"),
-}
 
-
-def no_mosaic_gpu(*capabilities: str) -> str | None:
+def no_mosaic_gpu(*capabilities: int) -> str | None:
     """Return the reason why Mosaic GPU kernels are unavailable, or None if they are available.
 
     On a machine without a GPU, they count as available. A program that is traced there may be
     compiled for a GPU that has what the kernels need.
 
     Args:
-      capabilities: the compute capabilities for which the kernels are written: "9.0" or "10.0".
+      capabilities: ten times the compute capabilities for which the kernels are written: 90 or 100.
+        Both kinds of GPUs have a copy engine (TMA).
     """
     if plgpu is None:
         return "this version of jax has no Mosaic GPU backend for Pallas"
     device = target()
-    if device.platform == "cuda" and not any(_SLUGS[c].match(device.slug) for c in capabilities):
-        legal = " or ".join(capabilities)
+    if device.platform == "cuda" and device.capability not in capabilities:
+        legal = " or ".join(str(capability / 10) for capability in capabilities)
         return f"{device.kind} (legal: a GPU of compute capability {legal}, such as an H100)"
     return None
 
@@ -56,7 +49,7 @@ def matrix_instructions() -> Literal["wgmma", "tcgen05"]:
 
     If the GPU is unknown, they are those of an H100.
     """
-    return "tcgen05" if _SLUGS["10.0"].match(target().slug) else "wgmma"
+    return "tcgen05" if target().capability == 100 else "wgmma"
 
 
 def multiprocessors() -> int:

@@ -4,6 +4,7 @@ All code that needs to know this device calls `target()`.
 """
 
 import contextlib
+import re
 from collections.abc import Iterator
 from typing import Literal, NamedTuple
 
@@ -60,6 +61,14 @@ CHIPS = {
     "nvidia_h200": Chip(989e12, 4800e9),
     "nvidia_b200": Chip(2250e12, 7672e9),
 }
+# Maps ten times the compute capability to patterns of a word or two in the slugs of GPUs. Unlisted
+# GPUs count as Ampere (80), because newer devices support what Ampere supports.
+_CAPABILITIES = {
+    90: r"h100|h200|h800|h20",
+    100: r"b100|b200",
+    103: r"b300",
+    70: r"p100|v100s?|t4\d*|quadro_rtx|titan|gtx|geforce_rtx_20\d\d",
+}
 _TPUS = {kind: device for kind, device in CHIPS.items() if device.vmem}
 # The specifications of an unknown kind of TPU: each is the largest value of all TPUs.
 _MOST = Chip(*map(max, zip(*_TPUS.values(), strict=True)))
@@ -107,6 +116,12 @@ class Target(NamedTuple):
     def platform(self) -> Platform | None:
         """The platform whose kernels can run on this device; None if there are no such kernels."""
         return platform_of(self.slug)
+
+    @property
+    def capability(self) -> int:
+        """Ten times the compute capability of a GPU; 80 if the GPU is not known."""
+        matches = lambda words: re.search(rf"({words})(_|-|$)", self.slug)
+        return next((n for n, words in _CAPABILITIES.items() if matches(words)), 80)
 
     @property
     def on_tpu(self) -> bool:

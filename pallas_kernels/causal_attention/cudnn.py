@@ -26,21 +26,6 @@ from pallas_kernels.causal_attention.interface import (
 )
 from pallas_kernels.target import target
 
-# Maps ten times the compute capability to substrings of the names of device kinds. Unlisted kinds
-# count as Ampere (80), because newer devices support what Ampere supports.
-_KINDS = {
-    90: ("H100", "H200", "H800", "H20", "GH200"),
-    100: ("B100", "B200", "GB200"),
-    103: ("B300", "GB300"),
-    70: ("P100", "V100", "T4", "Quadro RTX", "TITAN", "GTX", "GeForce RTX 20"),
-}
-
-
-def capability_of(kind: str) -> int:
-    """Return ten times the compute capability of a device kind; 80 if the kind is unknown."""
-    found = (n for n, names in _KINDS.items() if any(name in kind for name in names))
-    return next(found, 80)
-
 
 def most_entries(capability: int) -> int:
     """Return the maximum head size for which cuDNN has both a forward and a backward kernel.
@@ -110,12 +95,11 @@ def unsupported(
             return "a window over another part of the sequence (legal: over the whole sequence)"
     elif operands.kv is not None:
         value_size = operands.kv[1].shape[3]
-    kind = target().kind
-    capability = capability_of(kind)
-    if capability < 80:
-        return f"cuDNN's fused attention on {kind} (legal: sm_80, Ampere, or later)"
+    device = target()
+    if device.capability < 80:
+        return f"cuDNN's fused attention on {device.kind} (legal: sm_80, Ampere, or later)"
     return refused(
-        capability,
+        device.capability,
         qkv.shape[3],
         value_size,
         segments=operands.segments is not None,

@@ -66,7 +66,7 @@ _MERGE_STAGES = 3
 
 def unsupported(op: str, operands: Partial | Merge, *others) -> str | None:
     """Return a one-line reason why the kernels do not support these operands, or None."""
-    if why := no_mosaic_gpu("9.0", "10.0"):
+    if why := no_mosaic_gpu(90, 100):
         return why
     if isinstance(operands, Merge):
         first, arrays = operands.current, [operands.mixed, *jax.tree.leaves(others)]

@@ -77,7 +77,7 @@ def unsupported(
     """
     whole = isinstance(operands, SiteBackward)
     site = operands.site if whole else operands
-    if why := no_mosaic_gpu("9.0", "10.0"):
+    if why := no_mosaic_gpu(90, 100):
         return why
     if is_plain(op, site):
         return None

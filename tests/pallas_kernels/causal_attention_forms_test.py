@@ -12,6 +12,7 @@ import pytest
 from pallas_kernels import causal_attention
 from pallas_kernels.causal_attention import cudnn, plain, reference
 from pallas_kernels.causal_attention.interface import AttentionOperands, ResultsAndCotangent
+from pallas_kernels.target import Target
 from tests import cuda
 
 PAGE = Path(__file__).resolve().parents[2] / "docs/gpu_attention.md"
@@ -92,7 +93,7 @@ def test_soft_caps_are_online_everywhere(capability):
     ],
 )
 def test_capabilities_by_kind(kind, capability):
-    assert cudnn.capability_of(kind) == capability
+    assert Target(kind).capability == capability
 
 
 @pytest.mark.compile
