@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from rmt_tpu import config as cfg
-from rmt_tpu.errors import UsageError
+from rmt_tpu.hub import own
 from rmt_tpu.hub.fields import Fields
 from rmt_tpu.hub.pieces import Piece, Place
 
@@ -76,18 +76,11 @@ def mixer_values(model: cfg.ModelConfig) -> dict[str, Any]:
     for name in (field.name for field in dataclasses.fields(mixer)):
         value, legal = getattr(mixer, name), getattr(found, name)
         if name not in sizes and value != legal:
-            raise _not_in_hub_format(f"model.mixer.{name}", value, legal)
+            raise own.not_in_hub_format(f"model.mixer.{name}", value, legal, f"as {KIND}")
     legal = found.sublayers_a_block(model.num_sublayers)
     if block != legal:
-        raise _not_in_hub_format("model.mixer.sublayers_per_block", block, legal)
+        raise own.not_in_hub_format("model.mixer.sublayers_per_block", block, legal, f"as {KIND}")
     return values
-
-
-def _not_in_hub_format(name: str, value: object, legal: object) -> UsageError:
-    return UsageError(
-        f"{name}={value} cannot be written as {KIND}; legal: {legal}, or this package's "
-        "own kind, rmt_tpu (recipes.export --kind=rmt_tpu)"
-    )
 
 
 def pieces(layer: str, place: Place, sublayer: str, dim: int) -> Iterator[Piece]:

@@ -432,7 +432,7 @@ def kind_of(model: cfg.ModelConfig) -> str:
         return (fitting or kinds)[0]
     families = [f.traits for f in FAMILIES.values() if f.traits and OWN not in f.traits]
     several = sorted({" and ".join(sorted(traits)) for traits in families})
-    raise _not_in_hub_format("model.attention", " and ".join(traits), ", or ".join(several))
+    raise own.not_in_hub_format("model.attention", " and ".join(traits), ", or ".join(several))
 
 
 def _has_windows(family: Family, windows: list[int | None]) -> bool:
@@ -466,15 +466,15 @@ def _layers(
       UsageError: hub models do not have this residual or these cores.
     """
     if not isinstance(model.store, cfg.VectorStore):
-        raise _not_in_hub_format("model.store", model.store.kind, "vector")
+        raise own.not_in_hub_format("model.store", model.store.kind, "vector")
     over_depth = attnres.is_one(model) or latent.kind(model) == "kimi_linear"
     if not isinstance(model.mixer, cfg.Sum) and not over_depth:
-        raise _not_in_hub_format("model.mixer", model.mixer.kind, "sum")
+        raise own.not_in_hub_format("model.mixer", model.mixer.kind, "sum")
     if not isinstance(model.parametrization, cfg.Standard):
-        raise _not_in_hub_format("model.parametrization", model.parametrization.kind, "standard")
+        raise own.not_in_hub_format("model.parametrization", model.parametrization.kind, "standard")
     if model.norm_bias != (model.norm == "layernorm"):
         legal = "rmsnorm without norm_bias, or layernorm with norm_bias"
-        raise _not_in_hub_format("model.norm", model.norm, legal)
+        raise own.not_in_hub_format("model.norm", model.norm, legal)
     cores = list(model.sublayers)
     layers = list(zip(cores[::2], cores[1::2], strict=False))
     kinds = [core.kind for core in cores]
@@ -483,7 +483,7 @@ def _layers(
     if len(kinds) % 2 or not legal.issuperset(zip(kinds[::2], kinds[1::2], strict=True)):
         listed = ", ".join(dict.fromkeys(kinds))
         legal_cores = "layers of attention, followed by feed_forward or experts"
-        raise _not_in_hub_format("model.stacks", listed, legal_cores)
+        raise own.not_in_hub_format("model.stacks", listed, legal_cores)
     return layers
 
 
@@ -495,12 +495,12 @@ def _check_expressed(model: cfg.ModelConfig, found: cfg.ModelConfig) -> None:
     for name in (field.name for field in fields(model) if field.name not in _NOT_COMPARED):
         given, legal = getattr(model, name), getattr(found, name)
         if given != legal:
-            raise _not_in_hub_format(f"model.{name}", given, legal)
+            raise own.not_in_hub_format(f"model.{name}", given, legal)
     if isinstance(found.mixer, cfg.Sum) and not isinstance(model.mixer, cfg.Sum):
-        raise _not_in_hub_format("model.mixer", model.mixer.kind, "sum")
+        raise own.not_in_hub_format("model.mixer", model.mixer.kind, "sum")
     for core, other in zip(model.sublayers, found.sublayers, strict=True):
         if core.kind != other.kind:
-            raise _not_in_hub_format("model.stacks", f"layers with {core.kind}", other.kind)
+            raise own.not_in_hub_format("model.stacks", f"layers with {core.kind}", other.kind)
         for name in (field.name for field in fields(core)):
             value, legal = getattr(core, name), getattr(other, name)
             derived = {"num_kv_heads": "kv_heads", "num_key_heads": "key_heads"}.get(name)
@@ -513,11 +513,4 @@ def _check_expressed(model: cfg.ModelConfig, found: cfg.ModelConfig) -> None:
             if value != legal and not (by_default or biases):
                 kinds = [getattr(x, "kind", None) for x in (value, legal)]
                 value, legal = kinds if kinds[0] != kinds[1] else (value, legal)
-                raise _not_in_hub_format(f"model.{core.kind}.{name}", value, legal)
-
-
-def _not_in_hub_format(name: str, value: object, legal: object) -> UsageError:
-    return UsageError(
-        f"{name}={value} cannot be written in the hub's format; legal: {legal}, or this "
-        f"package's own kind, {own.KIND} (recipes.export --kind={own.KIND})"
-    )
+                raise own.not_in_hub_format(f"model.{core.kind}.{name}", value, legal)

@@ -112,6 +112,16 @@ def write_code(model: cfg.ModelConfig, folder: Path) -> None:
         shutil.copyfile(_SOURCES / f"{name}.py", folder / f"{name}.py")
 
 
+def not_in_hub_format(
+    name: str, value: object, legal: object, form: str = "in the hub's format"
+) -> UsageError:
+    """Return the error of an option that a format lacks, which offers this package's own kind."""
+    return UsageError(
+        f"{name}={value} cannot be written {form}; legal: {legal}, or this package's own kind, "
+        f"{KIND} (recipes.export --kind={KIND})"
+    )
+
+
 def _for_code(model: cfg.ModelConfig) -> dict[str, Any]:
     """Return the fields of config.json that the PyTorch code reads to build the model."""
     from rmt_tpu.cores.core import logit_scale
