@@ -30,6 +30,8 @@ LONGEST_LINE, LONGEST_DOCUMENT = 2**28, 2**30
 # Maximum size in bytes of remote files that `documents` reads into memory.
 MOST_REMOTE = 8 * 2**30
 
+_USUAL = Reading()
+
 _BOM = b"\xef\xbb\xbf"
 _SEPARATOR = b"<|endoftext|>"
 # This number of bytes is read at a time while a line is skipped.
@@ -87,7 +89,7 @@ def documents(
         found = [
             reading.document(raw, template)
             for span in spans
-            for raw in read_span(span, text_field=text_field, kind=kind)
+            for raw in read_span(span, reading=reading)
         ]
     if not found:
         raise UsageError(f"--{flag}={source!r} has no text; legal: at least one non-empty document")
@@ -120,11 +122,7 @@ def divide(span: Span, num_bytes: int) -> Iterator[Span]:
 
 
 def read_span(
-    span: Span,
-    on_block: BlockCallback = no_callback,
-    *,
-    text_field: str = USUAL_FIELD,
-    kind: str = "text",
+    span: Span, on_block: BlockCallback = no_callback, *, reading: Reading = _USUAL
 ) -> Iterator[str]:
     """Yield the documents in a span one at a time, except documents with only white space.
 
@@ -133,24 +131,23 @@ def read_span(
       on_block: a function that is called with each block of stored bytes that is read; see
         `BlockCallback`. It is also called with b"" from time to time while a long document is
         decompressed. An error that it raises stops the reading.
-      text_field: name of the field of a .jsonl file, or of the column of a table, with the text.
-      kind: the kind of the documents. Kinds other than "text" are yielded as JSON, from which
-        `Reading.document` makes a document.
+      reading: the field or column with the text, and the kind of the documents. Kinds other than
+        "text" are yielded as JSON, from which `Reading.document` makes a document.
 
     Raises:
       Problem: the file cannot be read, is not of the kind that its name states, or has a line of
         more than 256 MiB or a document of more than 1 GiB.
       RunError: the file was edited while it was read.
     """
-    suffix, reading = _suffix(span.path), Reading(text_field, kind)
+    suffix = _suffix(span.path)
     if tables.is_table(span.path):
         texts = tables.read_span(span, reading, on_block)
     elif suffix == ".jsonl":
         texts = _json_lines(span, on_block, reading)
     elif reading.has_marks:
         raise Problem(
-            f"{span.path!r} has no fields; legal file types for documents of kind {kind}: .jsonl, "
-            ".parquet and .arrow"
+            f"{span.path!r} has no fields; legal file types for documents of kind {reading.kind}: "
+            ".jsonl, .parquet and .arrow"
         )
     elif suffix == ".py":
         texts = _module(span, on_block)

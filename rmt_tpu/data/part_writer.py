@@ -196,8 +196,7 @@ def _digest_of(span: Span, reading: Reading, tick: Callable[[int], None]) -> str
     if not tables.is_table(span.path):
         return digest_of(span, lambda block: tick(len(block)))
     digest = new_digest()
-    how = {"text_field": reading.field, "kind": reading.kind}
-    for _ in read_span(span, _digesting(digest, tick), **how):
+    for _ in read_span(span, _digesting(digest, tick), reading=reading):
         pass
     return digest.hexdigest()
 
@@ -365,8 +364,7 @@ class PartWriter:
             for span in spans:
                 digest = new_digest()
                 on_block = _digesting(digest, self._tick)
-                how = {"text_field": self._reading.field, "kind": self._reading.kind}
-                for raw in read_span(span, on_block, **how):
+                for raw in read_span(span, on_block, reading=self._reading):
                     text = self._reading.document(raw, self._template)
                     texts.append(text)
                     size += len(text)
