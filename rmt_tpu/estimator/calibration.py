@@ -128,12 +128,9 @@ def agreement(rows: Sequence[PublishedCall], model: str = BEST_GUESS) -> Agreeme
 
 def spearman(x: Sequence[int | float], y: Sequence[int | float]) -> float:
     """Return Spearman's rank correlation; equal values get the same rank."""
-    return float(np.corrcoef(_ranks(np.asarray(x)), _ranks(np.asarray(y)))[0, 1])
+    from scipy import stats
 
-
-def _ranks(values: np.ndarray) -> np.ndarray:
-    below, equal = values[:, None] > values, values[:, None] == values
-    return below.sum(1) + equal.sum(1) / 2
+    return float(stats.spearmanr(x, y).statistic)
 
 
 def error_bar(targets: Sequence[str]) -> str:
