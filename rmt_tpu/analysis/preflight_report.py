@@ -150,8 +150,8 @@ def _memory(report: Preflight) -> str:
     return "\n".join(lines)
 
 
-def _length(size: int, scale: int) -> int:
-    return round(_WIDTH * size / scale)
+def _length(size: int | float, scale: int | float) -> int:
+    return round(_WIDTH * size / scale) if scale else 0
 
 
 def _buffers(report: Preflight, count: int) -> str:
@@ -207,7 +207,7 @@ def _time(report: Preflight) -> str:
     ]
     parts = time.parts | {"collectives": time.collectives}
     for part, seconds in parts.items():
-        bar = "#" * _length_of(seconds, time.total)
+        bar = "#" * _length(seconds, time.total)
         lines.append(f"  {part:12}{seconds * 1e3:8.2f} ms {seconds / time.total:4.0%}  {bar}")
     tokens = report.tokens
     hidden = (
@@ -232,10 +232,6 @@ def _time(report: Preflight) -> str:
         )
     lines.append(f"  {error_bar([report.target.name])}")
     return "\n".join(lines)
-
-
-def _length_of(seconds: float, total: float) -> int:
-    return round(_WIDTH * seconds / total) if total else 0
 
 
 def _advice(report: Preflight) -> str:

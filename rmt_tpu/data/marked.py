@@ -178,7 +178,7 @@ def conversation(template: ChatTemplate, messages: list[dict]) -> list[Piece]:
         else:
             asked = render([{**message, "content": _OTHER_CONTENT}])
         until = render(messages[: number + 1])
-        begin = _common(asked, whole)
+        begin = len(os.path.commonprefix([asked, whole]))
         if begin < len(before) or not whole.startswith(until) or begin > len(until):
             raise UsageError(
                 "the chat template changes earlier messages as the conversation continues; legal: "
@@ -187,12 +187,6 @@ def conversation(template: ChatTemplate, messages: list[dict]) -> list[Piece]:
         pieces += [Piece(whole[at:begin], False), Piece(whole[begin : len(until)], True)]
         at = len(until)
     return [*pieces, Piece(whole[at:], False)]
-
-
-def _common(one: str, other: str) -> int:
-    """Return the length of the longest prefix that two texts have in common."""
-    pairs = enumerate(zip(one, other, strict=False))
-    return next((n for n, (a, b) in pairs if a != b), min(len(one), len(other)))
 
 
 def encode_all(

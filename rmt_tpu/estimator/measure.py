@@ -122,7 +122,7 @@ def _busy_seconds(program: Compiled, arguments: Callable[[], Sequence[Any]]) -> 
             jax.block_until_ready([program(*each) for each in argument_lists])
         finally:
             jax.profiler.stop_trace()
-        return covered(device_spans(Path(folder)))
+        return covered([(begin, end) for _, begin, end in device_events(Path(folder))])
 
 
 def covered(spans: Sequence[tuple[float, float]]) -> float:
@@ -143,11 +143,6 @@ def wall_seconds(program: Compiled, arguments: Callable[[], Sequence[Any]], call
     start = time.perf_counter()
     jax.block_until_ready([program(*each) for each in argument_lists])
     return time.perf_counter() - start
-
-
-def device_spans(folder: Path) -> list[tuple[float, float]]:
-    """Return the (start, end) in seconds of each event on a TPU or a GPU in a saved profile."""
-    return [(begin, end) for _, begin, end in device_events(folder)]
 
 
 def device_events(folder: Path) -> list[tuple[str, float, float]]:
