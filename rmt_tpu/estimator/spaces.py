@@ -18,7 +18,7 @@ from pallas_kernels.call import divisors
 from pallas_kernels.causal_attention import block_sizes as attention_blocks
 from pallas_kernels.causal_attention import mosaic_tpu as attention_tpu
 from pallas_kernels.causal_attention import mosaic_tpu_whole as attention_whole
-from pallas_kernels.causal_attention import reference as attention_portable
+from pallas_kernels.causal_attention import plain as attention_portable
 from pallas_kernels.causal_attention.interface import AttentionOperands, ResultsAndCotangent
 from pallas_kernels.depth_attention import mosaic_tpu as depth_tpu
 from pallas_kernels.depth_attention import triton_gpu as depth_gpu

@@ -2,6 +2,8 @@
 
 import dataclasses
 import itertools
+import math
+import re
 import time
 import types
 
@@ -119,6 +121,17 @@ def test_attention_to_values_of_another_size_has_a_call():
         with lowering_for(KINDS["tpu"]), tuned.collecting() as looks:
             jax.eval_shape(call.function(call.kernels), *call.arguments)
         assert [(look.kernel, look.key) for look in looks] == [(given.tuned_kernel, given.key)]
+
+
+@pytest.mark.parametrize("op", ["forward", "backward"])
+def test_attention_is_compared_with_the_form_that_programs_fall_back_to(op):
+    """Of many logits the online one: no array of the logits of a block of queries and all keys."""
+    given = problem("tpu", f"attention_blocks_{op}", tokens=16384)
+    call = SPACES["tpu", given.kernel].call(dict(given.key), given.tokens)
+    program = str(jax.make_jaxpr(call.function(call.portable))(*call.arguments))
+    shapes = re.findall(r"f32\[([\d,]+)\]", program)
+    sizes = [math.prod(map(int, shape.split(","))) for shape in shapes]
+    assert max(sizes) <= math.prod(call.arguments[0].qkv.shape)
 
 
 # Ratings -----------------------------------------------------------------------------------------
