@@ -232,7 +232,7 @@ def _report(results: list[Any], out: str) -> None:
     if not results:
         return
     from rmt_tpu.analysis import autotune_report as report
-    from rmt_tpu.analysis.tables import fitted
+    from rmt_tpu.tables import fitted
 
     if _JSON.value:
         print(json.dumps(report.values(results), indent=1))

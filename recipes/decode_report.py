@@ -169,9 +169,9 @@ def _log(line: str) -> None:
 
 def _write(rows: list[Any], output: Any, picture: Any) -> None:
     from rmt_tpu.analysis import decode_report
-    from rmt_tpu.analysis.tables import fitted
     from rmt_tpu.estimator import versions
     from rmt_tpu.runs.plots import save_picture
+    from rmt_tpu.tables import fitted
 
     version_text = ", ".join(f"{name} {version}" for name, version in versions().items())
     method = decode_report.how(rows)

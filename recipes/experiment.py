@@ -273,8 +273,8 @@ def _outcomes_file(path: str) -> tuple[Folder, str]:
 
 
 def _write(experiment: Experiment, page: Page | None, folder: Folder, folder_of_run) -> int:
-    from rmt_tpu.analysis.tables import fitted
     from rmt_tpu.runs.plots import save_picture
+    from rmt_tpu.tables import fitted
 
     folder = folder.child(experiment.name)
     text = page.text if page else ""

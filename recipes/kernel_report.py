@@ -221,8 +221,8 @@ def _log(line: str) -> None:
 
 
 def _write(path: Path, text: str, values: dict[str, Any]) -> None:
-    from rmt_tpu.analysis.tables import fitted
     from rmt_tpu.estimator import versions
+    from rmt_tpu.tables import fitted
 
     content = json.dumps(values | {"versions": versions()}, indent=1)
     terminal = sys.stdout.isatty()

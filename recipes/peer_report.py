@@ -54,9 +54,9 @@ def main() -> int:
     rows = _rows()
     _check_installed()
     from rmt_tpu.analysis import peers
-    from rmt_tpu.analysis.tables import fitted
     from rmt_tpu.estimator import CompilerError, versions
     from rmt_tpu.storage import open_folder
+    from rmt_tpu.tables import fitted
 
     with flag_errors("workdir"):
         folder = open_folder(_WORKDIR.value)

@@ -1,6 +1,24 @@
-"""Alignment of Markdown tables for display in a terminal."""
+"""Markdown tables, and their alignment for display in a terminal."""
 
 import itertools
+from collections.abc import Sequence
+
+
+def markdown(lines: Sequence[Sequence[str]]) -> str:
+    """Return a Markdown table, without a newline at its end.
+
+    Args:
+      lines: the titles of the columns, and then the cells of each row. A line is a list of cells,
+        or one text with " | " between cells.
+    """
+    head, *rows = (line if isinstance(line, str) else " | ".join(line) for line in lines)
+    rule = "---|" * (head.count(" | ") + 1)
+    return "\n".join([f"| {head} |", f"|{rule}", *(f"| {row} |" for row in rows)])
+
+
+def scaled(value: int | float | None, scale: int | float, form: str = ".1f") -> str:
+    """Return `value * scale` as text in the format `form`, or "-" for None."""
+    return "-" if value is None else format(value * scale, form)
 
 
 def fitted(text: str, width: int) -> str:

@@ -9,16 +9,13 @@ from pallas_kernels.target import slug
 from rmt_tpu.analysis.autotune import TuningOutcome, changed
 from rmt_tpu.estimator import DEVICES
 from rmt_tpu.estimator.calibration import error_bar
+from rmt_tpu.tables import markdown
 
 
 def table(done: Sequence[TuningOutcome]) -> str:
     """Return a Markdown table with one row per tuned kernel."""
-    lines = [
-        "| device | kernel | default us | best us | gain | spread | best blocks | source |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
-    lines += [f"| {' | '.join(_cells(outcome))} |" for outcome in done]
-    return "\n".join(lines) + "\n"
+    titles = "device | kernel | default us | best us | gain | spread | best blocks | source"
+    return markdown([titles, *map(_cells, done)]) + "\n"
 
 
 def _cells(outcome: TuningOutcome) -> list[str]:

@@ -10,6 +10,7 @@ from typing import Any
 
 from rmt_tpu.analysis import compare, peers
 from rmt_tpu.estimator import calibration
+from rmt_tpu.tables import markdown, scaled
 
 Reports = Mapping[str, Any]
 
@@ -49,7 +50,7 @@ def ops(*sources: Reports) -> str:
             for rows in passes:
                 cells.append(" / ".join(f"{row['speedup']:.2f}" for row in rows))
             lines.append(cells)
-    return _table(lines)
+    return markdown(lines) + "\n"
 
 
 def steps(*sources: Reports) -> str:
@@ -79,7 +80,7 @@ def steps(*sources: Reports) -> str:
             row(model, lambda cost, model=model: cost["cycles_by_model"][model] / 1e6, bold)
         row("HBM traffic, GB", lambda cost: cost["hbm_bytes"] / 1e9)
         row("temporary memory, GB", lambda cost: cost["temporary_bytes"] / 1e9)
-    return _table(lines)
+    return markdown(lines) + "\n"
 
 
 def peer_steps(*sources: Reports) -> str:
@@ -102,7 +103,7 @@ def measured_steps(reports: Reports) -> str:
             cells += [f"{1e3 * step['seconds']:.1f}", f"{step['tokens'] / step['seconds']:,.0f}"]
         launches = sum(count for _, count, _ in steps[0]["instructions"])
         lines.append([*cells, f"{launches:,.0f}", f"{steps[0]['temporary_bytes'] / 2**20:,.0f}"])
-    return _table(lines)
+    return markdown(lines) + "\n"
 
 
 def measured_ops(reports: Reports) -> str:
@@ -123,7 +124,7 @@ def measured_ops(reports: Reports) -> str:
             f"{kernel['bytes'] / 3e6:,.0f}",
         ]
         lines.append([kernel["op"].replace("_", " "), kernel["size"], *cells])
-    return _table(lines)
+    return markdown(lines) + "\n"
 
 
 def step_parts(reports: Reports) -> str:
@@ -140,7 +141,7 @@ def step_parts(reports: Reports) -> str:
             found = (reports[f"{preset}@{chip}"]["steps"][0]["parts"] for chip in chips)
             cells.append(" / ".join(f"{sum(of[part] for part in parts) / 1e6:.1f}" for of in found))
         lines.append(cells)
-    return _table(lines)
+    return markdown(lines) + "\n"
 
 
 def residuals(*sources: Reports) -> str:
@@ -176,7 +177,7 @@ def residuals(*sources: Reports) -> str:
             found = (source.get(f"{name}@{chip}", {}).get("temporary_bytes") for chip in chips)
             cells.append(" / ".join(f"{size / 1e9:.1f}" if size else "-" for size in found))
         lines.append(cells)
-    return _table(lines)
+    return markdown(lines) + "\n"
 
 
 def gpu_programs(reports: Reports) -> str:
@@ -197,7 +198,7 @@ def gpu_programs(reports: Reports) -> str:
         found = [reports.get(f"{program}@{gpu}") for gpu in gpus]
         cells = (", ".join(cell(report) if report else "-" for report in found) for cell in columns)
         lines.append([f"`{program}`", *cells])
-    return _table(lines)
+    return markdown(lines) + "\n"
 
 
 def gpu_traffic(reports: Reports) -> str:
@@ -222,7 +223,7 @@ def gpu_traffic(reports: Reports) -> str:
         of = {name: [row[name] for row in of_gpus] for name in names}
         cells += [cell(found, megabytes) for found in of.values()]
         lines.append([*cells, "; ".join(cell(found, launches) for found in of.values())])
-    return _table(lines)
+    return markdown(lines) + "\n"
 
 
 def decode(*sources: Reports) -> str:
@@ -244,7 +245,7 @@ def decode(*sources: Reports) -> str:
                 _each(temporary, 1e-6, ",.1f"),
             ]
             lines.append([case["preset"], str(case["batch"]), f"{case['context']:,}", *cells])
-    return _table(lines)
+    return markdown(lines) + "\n"
 
 
 def decode_host(reports: Reports) -> str:
@@ -262,7 +263,7 @@ def decode_host(reports: Reports) -> str:
             cells.append(f"{row['seconds'] * 1e3:.3f} ({least} to {most})")
             cells.append(f"{batch / row['seconds']:,.0f}")
         lines.append(cells)
-    return _table(lines)
+    return markdown(lines) + "\n"
 
 
 def counts(reports: Reports) -> str:
@@ -286,7 +287,7 @@ def counts(reports: Reports) -> str:
                 more = row[key] / base[key] - 1
                 cells.append(f"{row[key] / scale:{form}}" + (f" ({more:+.2%})" if more else ""))
         lines.append(cells)
-    return _table(lines)
+    return markdown(lines) + "\n"
 
 
 def comparison(reports: Reports) -> str:
@@ -318,7 +319,7 @@ def moments(reports: Reports) -> str:
         cells = [f"{mean:.4f}" for mean in means]
         cells.append(", ".join(f"{difference:+.4f}" for difference in differences))
         lines.append([f"`{name}`", *cells, f"{sum(differences) / len(pairs):+.4f}"])
-    return _table(lines)
+    return markdown(lines) + "\n"
 
 
 def storage(reports: Reports) -> str:
@@ -329,7 +330,7 @@ def storage(reports: Reports) -> str:
         share = f"{row['blocked'] / row['save']:.2%}"
         cells = [f"{row['save']:.2f}", f"{row['blocked']:.4f}", share, f"{row['restore']:.2f}"]
         lines.append([row["name"], *cells, f"{row['stored_bytes'] / 1e9:.3f}"])
-    return _table(lines)
+    return markdown(lines) + "\n"
 
 
 def calibration_calls() -> str:
@@ -346,14 +347,8 @@ def calibration_agreement() -> str:
 
 
 def _each(values: Sequence[int | float | None], scale: int | float, form: str) -> str:
-    return " / ".join("-" if value is None else format(value * scale, form) for value in values)
+    return " / ".join(scaled(value, scale, form) for value in values)
 
 
 def _distinct(values: Iterable[Any]) -> list[Any]:
     return list(dict.fromkeys(values))
-
-
-def _table(lines: Sequence[Sequence[str]]) -> str:
-    """Return a Markdown table from lists of cells; the first list has the headings."""
-    rows = [f"| {' | '.join(cells)} |\n" for cells in lines]
-    return "".join([rows[0], f"|{'---|' * len(lines[0])}\n", *rows[1:]])

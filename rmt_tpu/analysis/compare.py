@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 from rmt_tpu import cost as resources
+from rmt_tpu import tables
 from rmt_tpu.config import ModelConfig, RunConfig
 from rmt_tpu.runs.metrics import read_metrics, series
 from rmt_tpu.runs.plots import line_style, save_picture
@@ -107,25 +108,23 @@ def write_comparison(
 def markdown(results: dict[str, list[RunResult]]) -> str:
     """Return a Markdown table with one row per system, and a line about the seeds."""
     lines = [
-        "| preset | parameters | residual | tokens | FLOPs | seconds | train loss "
-        "| held-out loss |",
-        "|---|---|---|---|---|---|---|---|",
+        "preset | parameters | residual | tokens | FLOPs | seconds | train loss | held-out loss"
     ]
     for name, runs in results.items():
         r = runs[0]
         lines.append(
-            f"| {name} | {r.parameters:,} | {r.residual_size:,} | {r.tokens:,} | {r.flops:.3g} | "
+            f"{name} | {r.parameters:,} | {r.residual_size:,} | {r.tokens:,} | {r.flops:.3g} | "
             f"{_mean([r.seconds for r in runs]):.1f} | {_spread([r.train_loss for r in runs])} | "
-            f"{_spread([r.held_out_loss for r in runs])} |"
+            f"{_spread([r.held_out_loss for r in runs])}"
         )
     seeds = [r.seed for r in next(iter(results.values()))]
+    text = tables.markdown(lines) + "\n"
     if len(seeds) > 1:
-        lines += [
-            "",
-            f"Mean (min..max) over seeds {', '.join(map(str, seeds))}; seconds: mean. A seed "
-            "determines the initial parameters, the order of the text and its held-out part.",
-        ]
-    return "\n".join(lines) + "\n"
+        text += (
+            f"\nMean (min..max) over seeds {', '.join(map(str, seeds))}; seconds: mean. A seed "
+            "determines the initial parameters, the order of the text and its held-out part.\n"
+        )
+    return text
 
 
 def _mean(values: Sequence[float]) -> float:

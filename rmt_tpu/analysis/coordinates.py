@@ -30,6 +30,7 @@ from rmt_tpu.data import Batch
 from rmt_tpu.execution import kernels
 from rmt_tpu.runs.plots import line_style, save_picture
 from rmt_tpu.storage import Folder
+from rmt_tpu.tables import markdown
 from rmt_tpu.training.run import prepare
 
 QUANTITIES = ("read", "written", "residual", "logits")
@@ -129,15 +130,12 @@ CoordinatesByModel = dict[str, dict[int | float, Coordinates]]
 
 def table(found: CoordinatesByModel) -> str:
     """Return a Markdown table of the growth exponents (see `growth`), with one row per model."""
-    lines = [
-        f"| activation | widths | {' | '.join(QUANTITIES)} |",
-        "|---" * (2 + len(QUANTITIES)) + "|",
-    ]
+    lines = [["activation", "widths", *QUANTITIES]]
     for name, by_width in found.items():
         powers = [f"{growth(by_width, quantity):+.2f}" for quantity in QUANTITIES]
         widths = ", ".join(f"x{width:g}" for width in by_width)
-        lines.append(f"| {name} | {widths} | {' | '.join(powers)} |")
-    return "\n".join(lines) + "\n"
+        lines.append([name, widths, *powers])
+    return markdown(lines) + "\n"
 
 
 def write_check(found: CoordinatesByModel, folder: Folder) -> str:

@@ -10,6 +10,7 @@ from rmt_tpu.analysis.step_report import largest_table
 from rmt_tpu.estimator import MODELS
 from rmt_tpu.estimator.calibration import error_bar
 from rmt_tpu.runs.plots import line_style
+from rmt_tpu.tables import markdown, scaled
 
 # Maps the name of each part of a decode step in `step_cost` to the name shown in reports.
 _PARTS = {part: part for part in PARTS if part != "optimizer"} | {"loss": "unembedding"}
@@ -116,29 +117,30 @@ def _tables(device: str, rows: Sequence[DecodeRow]) -> str:
     titles += [f"ms / {first}'s"] if several else []
     titles += ["least to most ms", "tokens/s", "weights and cache GB"]
     titles += [] if timed else ["temporary MB", "copies", "copies' MB"]
-    lines = [f"## {device}", "", *_head(titles)]
-    lines += [_line([*_case(row), *_figures(row, rows, several)]) for row in rows]
+    cells = ([*_case(row), *_figures(row, rows, several)] for row in rows)
+    lines = [f"## {device}", "", markdown([titles, *cells])]
     lines += [f"\n{', '.join(_case(row))}: {row.fault}." for row in rows if row.fault]
     if estimated:
         parts = [part for part in _PARTS if any(row.cost.parts[part] for row in estimated)]
         named = (f"{_PARTS[part]} ms" for part in parts)
-        lines += ["", *_head(["preset", "rows", "context", *named])]
+        of_parts = [["preset", "rows", "context", *named]]
         for row in estimated:
             seconds = (row.cost.parts[part] / row.cost.clock / STEPS for part in parts)
-            lines.append(_line([*_case(row), *(f"{s * 1e3:.3f}" for s in seconds)]))
+            of_parts.append([*_case(row), *(f"{s * 1e3:.3f}" for s in seconds)])
+        lines += ["", markdown(of_parts)]
     return "\n".join(lines) + "\n"
 
 
 def _figures(row: DecodeRow, rows: Sequence[DecodeRow], several: bool) -> list[str]:
     bound, cost = row.least, row.cost
-    cells = [f"{(bound.weights + bound.cache) / 1e6:,.0f}", _shown(row.least_seconds, 1e3, ".3f")]
-    cells += [_shown(row.seconds, 1e3, ".3f"), _shown(row.of_bandwidth, 1, ".2f")]
-    cells += [_shown(_over(row, rows), 1, ".2f")] if several else []
+    cells = [f"{(bound.weights + bound.cache) / 1e6:,.0f}", scaled(row.least_seconds, 1e3, ".3f")]
+    cells += [scaled(row.seconds, 1e3, ".3f"), scaled(row.of_bandwidth, 1, ".2f")]
+    cells += [scaled(_over(row, rows), 1, ".2f")] if several else []
     cells.append(" to ".join(f"{s * 1e3:.3f}" for s in row.span) if row.span else "-")
-    cells.append(_shown(row.seconds and row.case.batch / row.seconds, 1, ",.0f"))
+    cells.append(scaled(row.seconds and row.case.batch / row.seconds, 1, ",.0f"))
     cells.append(f"{bound.held / 1e9:.2f}")
     if not row.timed:
-        cells.append(_shown(cost and cost.temporary_bytes, 1e-6, ".1f"))
+        cells.append(scaled(cost and cost.temporary_bytes, 1e-6, ".1f"))
         calls, moved = row.copies
         cells += [f"{calls / STEPS:g}", f"{moved / STEPS / 1e6:,.0f}"] if cost else ["-", "-"]
     return cells
@@ -162,15 +164,3 @@ def _by_device(rows: Sequence[DecodeRow]) -> list[tuple[str, list[DecodeRow]]]:
 
 def _case(row: DecodeRow) -> list[str]:
     return [row.case.preset, str(row.case.batch), f"{row.case.context:,}"]
-
-
-def _shown(value: int | float | None, scale: int | float, form: str) -> str:
-    return "-" if value is None else format(value * scale, form)
-
-
-def _head(titles: Sequence[str]) -> list[str]:
-    return [_line(titles), f"|{'---|' * len(titles)}"]
-
-
-def _line(cells: Sequence[str]) -> str:
-    return f"| {' | '.join(cells)} |"

@@ -51,6 +51,7 @@ from rmt_tpu.layers.data_vectors import Read
 from rmt_tpu.residual.protocols import DepthWeights, SingleSublayer, StepwiseStore, Store
 from rmt_tpu.runs.plots import line_style, save_picture
 from rmt_tpu.storage import Folder
+from rmt_tpu.tables import markdown
 from rmt_tpu.training.loss import Loss, next_token_loss
 
 
@@ -352,10 +353,9 @@ def table(profiles: dict[str, DepthProfile]) -> str:
     source is the running sum. The spread is the maximum over sites.
     """
     lines = [
-        "| run | loss | output: first, last sublayer | gradient: first, last sublayer | "
+        "run | loss | output: first, last sublayer | gradient: first, last sublayer | "
         "weight of the newest source | weight of the embedding | entropy over depth | "
-        "largest spread of log weights |",
-        "|---|---|---|---|---|---|---|---|",
+        "largest spread of log weights"
     ]
     for name, p in profiles.items():
         newest, embedding = _summary(p.weights) if p.weights else ("", "")
@@ -364,11 +364,11 @@ def table(profiles: dict[str, DepthProfile]) -> str:
         spreads = [x for x in p.spread or () if x is not None]
         spread = f"{max(spreads):.3g}" if spreads else ""
         lines.append(
-            f"| {name} | {p.loss:.4f} | {p.output[1]:.3g}, {p.output[-1]:.3g} | "
+            f"{name} | {p.loss:.4f} | {p.output[1]:.3g}, {p.output[-1]:.3g} | "
             f"{p.gradient[1]:.3g}, {p.gradient[-1]:.3g} | {newest} | {embedding} | "
-            f"{entropy} | {spread} |"
+            f"{entropy} | {spread}"
         )
-    return "\n".join(lines) + "\n"
+    return markdown(lines) + "\n"
 
 
 def _summary(weights: DepthWeights) -> tuple[str, str]:

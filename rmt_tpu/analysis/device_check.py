@@ -24,6 +24,7 @@ from rmt_tpu import memory
 from rmt_tpu.analysis.device_case import Arrays, DeviceCase, normal
 from rmt_tpu.analysis.device_compare import compare
 from rmt_tpu.estimator.measure import program_arguments, seconds_of, wall_seconds
+from rmt_tpu.tables import markdown
 
 _ROUNDS = 3
 # A wall-clock measurement is repeated with more calls until it lasts _LONG seconds or has at least
@@ -238,9 +239,8 @@ def measure_rates(*, small: bool = False) -> Rates:
 def table(rows: Sequence[CheckRow], rates: Rates | None) -> str:
     """Return a Markdown table with one row per test case."""
     lines = [
-        "| op | size | implementation | largest difference | bound | time, ms | share of device "
-        "| result |",
-        "|---|---|---|---|---|---|---|---|",
+        "op | size | implementation | largest difference | bound | time, ms | share of device "
+        "| result"
     ]
     for row in rows:
         worst = row.worst
@@ -249,10 +249,10 @@ def table(rows: Sequence[CheckRow], rates: Rates | None) -> str:
         numbers = numbers.replace("|", f"({worst}) |" if worst else "|", 1)
         time = "" if row.seconds is None else f"{1e3 * row.seconds:.3g}"
         lines.append(
-            f"| {row.op} | {row.size} | {row.implementation} |{numbers}| {time} | "
-            f"{share(row, rates)} | {row.verdict.replace('|', '/')} |"
+            f"{row.op} | {row.size} | {row.implementation} |{numbers}| {time} | "
+            f"{share(row, rates)} | {row.verdict.replace('|', '/')}"
         )
-    return "\n".join(lines)
+    return markdown(lines)
 
 
 def share(row: CheckRow, rates: Rates | None) -> str:

@@ -19,6 +19,7 @@ from pallas_kernels.key_vector.interface import SiteOperands
 from pallas_kernels.platform import Implementations
 from pallas_kernels.shapes import ALL_SITES, RMT_305M, TOKENS, KeyVector, array
 from pallas_kernels.target import lowering_for
+from rmt_tpu.tables import markdown
 
 # The devices of each column of the table. A short name maps to jax's name of the device kind.
 DEVICES = {
@@ -344,16 +345,15 @@ def _choices(kind: str) -> dict[tuple[str, int], dict[str, ImplementationChoice]
 
 def tables() -> str:
     """Return two Markdown tables: one of usual calls, and one of calls that differ from them."""
-    lines = ["| op | TPU | CUDA | CPU |", "|---|---|---|---|"]
-    others = ["| op | call | device | uses | reason |", "|---|---|---|---|---|"]
+    lines, others = ["op | TPU | CUDA | CPU"], ["op | call | device | uses | reason"]
     for number, row in enumerate(rows(), 1):
         names = ", ".join(f"`{op}`" for op in row.ops) + (
             f" of {row.operand_kind}" if row.operand_kind else ""
         )
-        cells = " | ".join(_usual(row, platform) for platform in DEVICES)
-        lines.append(f"| {names} ({number}) | {cells} | {_PLAIN} |")
-        others += [f"| ({number}) {row.name} | {line} |" for line in _others(row)]
-    return "\n".join([*lines, "", f"## {_OTHERS}", "", *others])
+        cells = (_usual(row, platform) for platform in DEVICES)
+        lines.append([f"{names} ({number})", *cells, _PLAIN])
+        others += [f"({number}) {row.name} | {line}" for line in _others(row)]
+    return f"{markdown(lines)}\n\n## {_OTHERS}\n\n{markdown(others)}"
 
 
 def _usual(row: ImplementationRow, platform: str) -> str:

@@ -10,6 +10,7 @@ from typing import Any
 
 from rmt_tpu.analysis.step_cost import PARTS, StepCost
 from rmt_tpu.estimator import MODELS
+from rmt_tpu.tables import markdown
 
 Figure = Callable[[StepCost], float]
 
@@ -44,13 +45,10 @@ def step_table(costs: Sequence[StepCost]) -> str:
         columns += [_Column(f"{cost.preset}, {target}", cost) for cost in here]
         if len(here) > 1:
             columns.append(_Column(f"{here[0].preset} / {here[1].preset}", *here[:2]))
-    lines = [
-        f"| million cycles | {' | '.join(column.title for column in columns)} |",
-        f"|---{'|---' * len(columns)}|",
-    ]
+    lines = [["million cycles", *(column.title for column in columns)]]
 
     def line(name: str, figure: Figure) -> None:
-        lines.append(f"| {name} | {' | '.join(column.cell(figure) for column in columns)} |")
+        lines.append([name, *(column.cell(figure) for column in columns)])
 
     for part in PARTS:
         line(part, lambda cost, part=part: cost.parts[part] / 1e6)
@@ -65,7 +63,7 @@ def step_table(costs: Sequence[StepCost]) -> str:
     line("HBM traffic at peak bandwidth, million cycles", lambda cost: cost.hbm_cycles / 1e6)
     line("milliseconds", lambda cost: cost.seconds * 1e3)
     line("temporary memory, GB", lambda cost: cost.temporary_bytes / 1e9)
-    return "\n".join(lines) + "\n" + "".join(f"\n{note}\n" for note in _notes(costs))
+    return markdown(lines) + "\n" + "".join(f"\n{note}\n" for note in _notes(costs))
 
 
 def ratios(costs: Sequence[StepCost]) -> list[dict[str, Any]]:

@@ -18,6 +18,7 @@ from rmt_tpu.config import RunConfig
 from rmt_tpu.data import Batch
 from rmt_tpu.estimator.measure import device_events
 from rmt_tpu.storage import open_folder
+from rmt_tpu.tables import markdown
 from rmt_tpu.training import kernel_checks
 from rmt_tpu.training.run import PreparedRun, prepare
 
@@ -119,29 +120,28 @@ def table(times: Sequence[StepTime]) -> str:
     A column has the times relative to that of the last step.
     """
     lines = [
-        "| train step | ms | times the last row | tokens/s | launches | temporary memory, MiB | "
-        "compiled in, s |",
-        "|---|---|---|---|---|---|---|",
+        "train step | ms | times the last row | tokens/s | launches | temporary memory, MiB | "
+        "compiled in, s"
     ]
     for t in times:
         launches = sum(count for _, count, _ in t.instructions)
         lines.append(
-            f"| {t.preset} | {1e3 * t.seconds:.2f} | {t.seconds / times[-1].seconds:.2f} | "
+            f"{t.preset} | {1e3 * t.seconds:.2f} | {t.seconds / times[-1].seconds:.2f} | "
             f"{t.tokens / t.seconds:,.0f} | {f'{launches:,.0f}' if launches else '-'} | "
-            f"{t.temporary_bytes / 2**20:,.0f} | {t.compile_seconds:.0f} |"
+            f"{t.temporary_bytes / 2**20:,.0f} | {t.compile_seconds:.0f}"
         )
-    return "\n".join(lines) + "\n"
+    return markdown(lines) + "\n"
 
 
 def largest_table(step: StepTime) -> str:
     """Return a Markdown table of the most expensive kernels and fusions in a step."""
-    lines = ["| kernel or fusion | runs | us each | ms | share |", "|---|---|---|---|---|"]
+    lines = ["kernel or fusion | runs | us each | ms | share"]
     for name, count, seconds in step.instructions[:_LARGEST]:
         lines.append(
-            f"| `{name[:60]}` | {count:.0f} | {1e6 * seconds / count:.0f} | {1e3 * seconds:.2f} | "
-            f"{seconds / step.busy_seconds:.0%} |"
+            f"`{name[:60]}` | {count:.0f} | {1e6 * seconds / count:.0f} | {1e3 * seconds:.2f} | "
+            f"{seconds / step.busy_seconds:.0%}"
         )
-    return "\n".join(lines) + "\n"
+    return markdown(lines) + "\n"
 
 
 @contextlib.contextmanager

@@ -25,6 +25,7 @@ from rmt_tpu.runs.side_files import DIVERGED, is_complete
 from rmt_tpu.runs.workdir import holds_run, open_checkpoints, read_config, resume_overrides
 from rmt_tpu.storage import Folder, Location, open_folder
 from rmt_tpu.streams import log_line
+from rmt_tpu.tables import markdown
 from rmt_tpu.training.remat_choice import Devices
 from rmt_tpu.training.run import resolve_auto
 from rmt_tpu.training.start import text_of
@@ -363,15 +364,14 @@ def write_sweep(rows: Sequence[SweepRow], spaces: Sequence[Space], folder: Locat
 def table(rows: Sequence[SweepRow]) -> str:
     """Return a Markdown table of losses, with one row per point of the search."""
     paths = list(rows[0].point)
-    head = ["variant", *paths, "steps", "held-out loss"]
-    lines = ["| " + " | ".join(head) + " |", "|---" * len(head) + "|"]
+    lines = [["variant", *paths, "steps", "held-out loss"]]
     for row in rows:
-        cells = [row.variant, *map(_text, row.point.values()), str(row.steps), _losses(row)]
-        lines.append("| " + " | ".join(cells) + " |")
+        values = map(_text, row.point.values())
+        lines.append([row.variant, *values, str(row.steps), _losses(row)])
+    text = markdown(lines) + "\n"
     if len(rows[0].seeds) > 1:
-        seeds = ", ".join(map(str, rows[0].seeds))
-        lines += ["", f"Mean (min..max) over seeds {seeds}."]
-    return "\n".join(lines) + "\n"
+        text += f"\nMean (min..max) over seeds {', '.join(map(str, rows[0].seeds))}.\n"
+    return text
 
 
 def _losses(row: SweepRow) -> str:
@@ -390,18 +390,14 @@ def transfer(rows: Sequence[SweepRow]) -> str:
     """
     by_variant = _last_rungs(rows)
     (first, *_), *_ = (best(variant_rows) for variant_rows in by_variant.values())
-    lines = [
-        f"| variant | best point | loss | loss with {name_of(first.point)} | difference |",
-        "|---|---|---|---|---|",
-    ]
+    lines = [f"variant | best point | loss | loss with {name_of(first.point)} | difference"]
     for variant, variant_rows in by_variant.items():
         best_row = best(variant_rows)[0]
         same = next((row for row in variant_rows if row.point == first.point), None)
         known = same is not None and math.isfinite(same.loss) and math.isfinite(best_row.loss)
         cells = (f"{same.loss:.4f}", f"{same.loss - best_row.loss:.4f}") if known else ("", "")
-        name = name_of(best_row.point)
-        lines.append(f"| {variant} | {name} | {_losses(best_row)} | {cells[0]} | {cells[1]} |")
-    return "\n".join(lines) + "\n"
+        lines.append([variant, name_of(best_row.point), _losses(best_row), *cells])
+    return markdown(lines) + "\n"
 
 
 def _last_rungs(rows: Sequence[SweepRow]) -> dict[str, list[SweepRow]]:

@@ -19,6 +19,7 @@ import numpy as np
 
 from rmt_tpu.estimator.cost import BEST_GUESS, MODELS, Work
 from rmt_tpu.estimator.topology import DEVICES
+from rmt_tpu.tables import markdown
 
 PATH = Path(__file__).with_name("calibration.json")
 
@@ -159,20 +160,12 @@ def table() -> str:
     The first has one row per call, with the published time in ms and the ratios of the estimates to
     it. The second has statistics of the ratios per target, cost model and kind of call.
     """
-    lines = [
-        f"| chip | call | published | {' | '.join(MODELS)} | memory / published |",
-        f"|---|---|---|{'---|' * len(MODELS)}---|",
-    ]
+    calls = [["chip", "call", "published", *MODELS, "memory / published"]]
     for row in rows():
         ratios = [f"{row.ratio(model):.2f}" for model in MODELS]
         memory = f"{row.bytes / row.published_bytes:.2f}" if row.published_bytes else "-"
-        cells = [row.target, described(row), f"{row.published * 1e3:.3f}", *ratios, memory]
-        lines.append(f"| {' | '.join(cells)} |")
-    lines += [
-        "",
-        "| chip | calls | model | geometric mean | spread | least to most | rank correlation |",
-        "|---|---|---|---|---|---|---|",
-    ]
+        calls.append([row.target, described(row), f"{row.published * 1e3:.3f}", *ratios, memory])
+    lines = ["chip | calls | model | geometric mean | spread | least to most | rank correlation"]
     for target in dict.fromkeys(row.target for row in rows()):
         here = [row for row in rows() if row.target == target]
         for kind, chosen in (
@@ -183,8 +176,8 @@ def table() -> str:
                 a = agreement(chosen, model)
                 span = f"{a.least:.2f} to {a.most:.2f}"
                 cells = [f"{a.calls} {kind}", model, f"{a.mean:.2f}", f"{a.spread:.2f}", span]
-                lines.append(f"| {target} | {' | '.join(cells)} | {a.rank_correlation:.2f} |")
-    return "\n".join(lines) + "\n"
+                lines.append([target, *cells, f"{a.rank_correlation:.2f}"])
+    return f"{markdown(calls)}\n\n{markdown(lines)}\n"
 
 
 def described(row: PublishedCall) -> str:

@@ -21,6 +21,7 @@ from rmt_tpu.estimator.ops import (
 )
 from rmt_tpu.estimator.programs import Failure, Job, compile_jobs
 from rmt_tpu.estimator.topology import Target
+from rmt_tpu.tables import markdown, scaled
 
 Progress = Callable[[str], None]
 
@@ -178,10 +179,9 @@ def op_table(rows: Sequence[OpRow]) -> str:
     The most important columns come first, so that a narrow terminal shows them.
     """
     lines = [
-        "| op | case | pass | chip | us, kernel | us, xla | xla / kernel "
+        "op | case | pass | chip | us, kernel | us, xla | xla / kernel "
         "| share of bandwidth, kernel | share of bandwidth, xla | GFLOP | least MB | MB, kernel "
-        "| MB, xla | range of xla / kernel |",
-        "|---|---|---|---|---|---|---|---|---|---|---|---|---|---|",
+        "| MB, xla | range of xla / kernel"
     ]
     for row in rows:
         cost, portable = row.cost, row.portable_cost
@@ -190,27 +190,26 @@ def op_table(rows: Sequence[OpRow]) -> str:
             row.case,
             row.direction,
             row.device,
-            _number(row.seconds, 1e6),
-            _number(row.portable_seconds, 1e6),
-            _number(row.speedup, 1, ".2f"),
-            _number(row.bandwidth_use(row.seconds), 1, ".0%"),
-            _number(row.bandwidth_use(row.portable_seconds), 1, ".0%"),
+            scaled(row.seconds, 1e6),
+            scaled(row.portable_seconds, 1e6),
+            scaled(row.speedup, 1, ".2f"),
+            scaled(row.bandwidth_use(row.seconds), 1, ".0%"),
+            scaled(row.bandwidth_use(row.portable_seconds), 1, ".0%"),
             f"{row.work.flops / 1e9:.1f}",
             f"{row.work.bytes / 1e6:.1f}",
-            _number(cost and cost.bytes, 1e-6),
-            _number(portable and portable.bytes, 1e-6),
+            scaled(cost and cost.bytes, 1e-6),
+            scaled(portable and portable.bytes, 1e-6),
             _span(row.speedups),
         ]
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines) + "\n"
+        lines.append(cells)
+    return markdown(lines) + "\n"
 
 
 def kernel_table(rows: Sequence[OpRow], clocks: dict[str, float]) -> str:
     """Return a Markdown table with one line per kernel; cycles are in thousands per call."""
     lines = [
-        "| chip | case | pass | kernel | kcycles | kbundles | least MXU kcycles | compute / HBM "
-        "| VMEM MiB | trips | busiest units |",
-        "|---|---|---|---|---|---|---|---|---|---|---|",
+        "chip | case | pass | kernel | kcycles | kbundles | least MXU kcycles | compute / HBM "
+        "| VMEM MiB | trips | busiest units"
     ]
     for row in rows:
         for kernel in row.cost.kernels if row.cost else ():
@@ -219,16 +218,16 @@ def kernel_table(rows: Sequence[OpRow], clocks: dict[str, float]) -> str:
                 f"{row.op} {row.case}",
                 row.direction,
                 kernel.name,
-                _number(kernel.cycles, 1e-3),
-                _number(kernel.bundles, 1e-3),
-                _number(kernel.mxu_cycles, 1e-3),
-                _number(_compute_over_hbm(kernel, row, clocks[row.device]), 1, ".2f"),
+                scaled(kernel.cycles, 1e-3),
+                scaled(kernel.bundles, 1e-3),
+                scaled(kernel.mxu_cycles, 1e-3),
+                scaled(_compute_over_hbm(kernel, row, clocks[row.device]), 1, ".2f"),
                 f"{kernel.vmem_bytes / 2**20:.1f}",
                 " ".join("?" if trips is None else str(trips) for trips in kernel.trips),
                 _busiest(kernel),
             ]
-            lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines) + "\n"
+            lines.append(cells)
+    return markdown(lines) + "\n"
 
 
 def traffic_table(rows: Sequence[OpRow]) -> str:
@@ -254,11 +253,11 @@ def traffic_table(rows: Sequence[OpRow]) -> str:
         else:
             for schedule, booked in paper.items():
                 cells = [device, schedule, *(f"{column[schedule]:.2f}" for column in columns)]
-                lines.append(f"| {' | '.join(cells)} | {booked:g} |")
+                lines.append([*cells, f"{booked:g}"])
     if not lines:
         return ""
-    head = "| chip | schedule | least d | d, kernels | d, xla | d, paper's Table 1 |"
-    return "\n".join([head, "|---|---|---|---|---|---|", *lines]) + "\n"
+    head = "chip | schedule | least d | d, kernels | d, xla | d, paper's Table 1"
+    return markdown([head, *lines]) + "\n"
 
 
 def failure_lines(rows: Sequence[OpRow]) -> str:
@@ -293,7 +292,3 @@ def _busiest(kernel: KernelCost, units: int = 3) -> str:
 
 def _span(values: Sequence[float]) -> str:
     return f"{values[0]:.2f} to {values[-1]:.2f}" if values else "-"
-
-
-def _number(value: int | float | None, scale: int | float, form: str = ".1f") -> str:
-    return "-" if value is None else format(value * scale, form)

@@ -11,6 +11,7 @@ from rmt_tpu.evaluation.metrics import Difference, Metric, difference
 from rmt_tpu.evaluation.tasks import TASKS
 from rmt_tpu.runs.plots import line_style, save_picture
 from rmt_tpu.storage import Folder
+from rmt_tpu.tables import markdown
 
 FILE, TABLE, PICTURE = "evaluation.json", "evaluation.md", "plots/evaluation.png"
 
@@ -46,19 +47,18 @@ def write_report(results: Mapping[str, list[Result]], folder: Folder) -> str:
 def table(results: Sequence[Result]) -> str:
     """Return a Markdown table with one row per metric, and a column with the RMT paper's values."""
     lines = [
-        "| task | metric | value | standard error | documents | unit | paper: 405M Transformer, "
-        "305M RMT | seconds |",
-        "|---|---|---|---|---|---|---|---|",
+        "task | metric | value | standard error | documents | unit | paper: 405M Transformer, "
+        "305M RMT | seconds"
     ]
     for result in results:
         for number, metric in enumerate(result.metrics):
             seconds = f"{result.seconds:.1f}" if number == 0 and result.answered else ""
             lines.append(
-                f"| {result.source.name} | {metric.name} | {_value(metric)} | {_error(metric)} | "
+                f"{result.source.name} | {metric.name} | {_value(metric)} | {_error(metric)} | "
                 f"{len(result.source.documents):,} | {metric.unit} | {_paper(result, metric)} | "
-                f"{seconds} |"
+                f"{seconds}"
             )
-    return "\n".join(lines) + "\n"
+    return markdown(lines) + "\n"
 
 
 def comparison(
@@ -73,18 +73,17 @@ def comparison(
       others: the results of the second model on the same sources, in the same order.
     """
     lines = [
-        f"| task | metric | {name} | {other_name} | difference | standard error "
-        "| unpaired error | p | paper: 405M Transformer, 305M RMT |",
-        "|---|---|---|---|---|---|---|---|---|",
+        f"task | metric | {name} | {other_name} | difference | standard error "
+        "| unpaired error | p | paper: 405M Transformer, 305M RMT"
     ]
     for result, other in zip(results, others, strict=True):
         for a, b, gap in _differences(result, other):
             lines.append(
-                f"| {result.source.name} | {a.name} | {_value(a)} | {_value(b)} | "
+                f"{result.source.name} | {a.name} | {_value(a)} | {_value(b)} | "
                 f"{_signed(a, gap.value)} | {_unsigned(a, gap.error)} | "
-                f"{_unsigned(a, gap.unpaired)} | {_p(gap)} | {_paper(result, a)} |"
+                f"{_unsigned(a, gap.unpaired)} | {_p(gap)} | {_paper(result, a)}"
             )
-    return "\n".join(lines) + (
+    return markdown(lines) + (
         "\n\nDifferences of shares are in percentage points, those between perplexities in nats, "
         "and those of bits per byte in bits. "
         "The standard error is for both models on the same documents; the unpaired error assumes "

@@ -5,6 +5,7 @@ from rmt_tpu.config import presets
 from rmt_tpu.errors import UsageError, unknown
 from rmt_tpu.experiments import counts, depth, moments, plan, residual_size, trained, wide_residuals
 from rmt_tpu.experiments.plan import Experiment, Plan, Scale
+from rmt_tpu.tables import markdown
 
 _RMT, _ATTNRES = "Mak and Flanigan (2025)", "Kimi Team (2026)"
 
@@ -257,11 +258,10 @@ _CPU = 1.2e10
 
 def table() -> str:
     """Return a Markdown table of all experiments, with their runs, tokens, FLOPs and hours."""
-    lines = ["| experiment | shows | source | scale | runs | tokens | FLOPs | takes |"]
-    lines.append("|---|---|---|---|---|---|---|---|")
+    lines = ["experiment | shows | source | scale | runs | tokens | FLOPs | takes"]
     for e in EXPERIMENTS.values():
         if e.plan is None:
-            lines.append(f"| {e.name} | {e.shows} | {e.source} | | | | | {e.takes} |")
+            lines.append(f"{e.name} | {e.shows} | {e.source} | | | | | {e.takes}")
             continue
         for scale in ("tiny", "paper"):
             runs = list(plan.all_runs(e.plan(scale)))
@@ -274,12 +274,12 @@ def table() -> str:
             takes = ", ".join(f"{_hours(seconds)} on {name}" for name, seconds in hours.items())
             about = f"{e.name} | {e.shows} | {e.source}" if scale == "tiny" else " | | "
             lines.append(
-                f"| {about} | {scale} | {len(runs)} | {sum(map(plan.tokens, runs)):.2g} | "
-                f"{total:.2g} | {takes} |"
+                f"{about} | {scale} | {len(runs)} | {sum(map(plan.tokens, runs)):.2g} | "
+                f"{total:.2g} | {takes}"
             )
     shares = " and ".join(f"{share:.0%} of the peak of {n}" for n, (_, share) in _CHIPS.items())
     return (
-        "\n".join(lines) + f"\n\nFLOPs by rmt_tpu.cost. Hours on chips assume {shares}; hours on "
+        f"{markdown(lines)}\n\nFLOPs by rmt_tpu.cost. Hours on chips assume {shares}; hours on "
         "CPU cores are extrapolated from docs/results.md. Experiments share runs."
     )
 

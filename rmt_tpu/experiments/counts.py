@@ -9,6 +9,7 @@ from rmt_tpu import cost
 from rmt_tpu.config import MatrixStore, ModelConfig, VectorStore
 from rmt_tpu.config.presets import preset, run
 from rmt_tpu.experiments.plan import Page, tokens
+from rmt_tpu.tables import markdown
 
 SEQ_LEN = 512
 _SIZES = (1024, 1536, 2048, 3072, 4096, 6144, 8192)
@@ -75,8 +76,7 @@ def page() -> Page:
 
 
 def _curves_table(curves: dict[str, list[ModelCounts]]) -> str:
-    lines = ["| model | residual | parameters | GFLOPs per token | if doubled: parameters, FLOPs |"]
-    lines.append("|---|---|---|---|---|")
+    lines = ["model | residual | parameters | GFLOPs per token | if doubled: parameters, FLOPs"]
     for name, points in curves.items():
         by_size = {p.residual_size: p for p in points}
         for p in points:
@@ -85,34 +85,33 @@ def _curves_table(curves: dict[str, list[ModelCounts]]) -> str:
                 f"{twice.parameters / p.parameters - 1:+.2%}, {twice.flops / p.flops - 1:+.2%}"
             )
             lines.append(
-                f"| {name} | {p.residual_size} | {p.parameters / 1e6:.1f}M | {p.flops / 1e9:.3f} "
-                f"| {growth or ''} |"
+                f"{name} | {p.residual_size} | {p.parameters / 1e6:.1f}M | {p.flops / 1e9:.3f} "
+                f"| {growth or ''}"
             )
-    return "\n".join(lines)
+    return markdown(lines)
 
 
 def _flops_table() -> str:
-    lines = ["| model | printed | here |", "|---|---|---|"]
+    lines = ["model | printed | here"]
     for name, printed in _FLOPS.items():
         flops = cost.train_flops(cost.non_embedding_flops(preset(name), SEQ_LEN), 6.04e9)
-        lines.append(f"| {name} | {printed:.3g} | {flops:.4g} |")
-    return "\n".join(lines)
+        lines.append(f"{name} | {printed:.3g} | {flops:.4g}")
+    return markdown(lines)
 
 
 def _sizes_table() -> str:
     lines = [
-        "| model | parameters, printed | here | residual | tokens, printed | 20 per weight | run |",
-        "|---|---|---|---|---|---|---|",
+        "model | parameters, printed | here | residual | tokens, printed | 20 per weight | run"
     ]
     for name, (parameters, read) in _PRINTED.items():
         model, counted = preset(name), cost.parameters(preset(name))
         total = sum(counted.values())
         weights = total - counted["embedding"] - counted["unembedding"]
         lines.append(
-            f"| {name} | {parameters / 1e6:.0f}M | {total:,} | {model.residual_size} | "
-            f"{read:.3g} | {20 * weights:.3g} | {tokens(run(name)):.4g} |"
+            f"{name} | {parameters / 1e6:.0f}M | {total:,} | {model.residual_size} | "
+            f"{read:.3g} | {20 * weights:.3g} | {tokens(run(name)):.4g}"
         )
-    return "\n".join(lines)
+    return markdown(lines)
 
 
 def _draw(curves: dict[str, list[ModelCounts]]):

@@ -16,6 +16,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from rmt_tpu.experiments.plan import Page
+from rmt_tpu.tables import markdown
 
 _HEADS, _HEAD_DIM, _KEY_DIM, _HIDDEN, _TOKENS, _DRAWS = 16, 64, 64, 4096, 8, 128
 _WIDTH = _HEADS * _HEAD_DIM
@@ -112,9 +113,8 @@ def _apply_and_shape(operation: LayerOperation) -> tuple[Callable, tuple[int, ..
 def page() -> Page:
     """Return a page that compares values from formulas, simulation and the paper's tables."""
     lines = [
-        "| layer | operation | model | forward: formula | simulated | printed | backward: formula "
-        "| simulated | printed |",
-        "|---|---|---|---|---|---|---|---|---|",
+        "layer | operation | model | forward: formula | simulated | printed | backward: formula "
+        "| simulated | printed"
     ]
     numbers, differ, means = [], [], []
     for operation in OPERATIONS:
@@ -130,8 +130,7 @@ def page() -> Page:
             cells.append(f"**{printed:g}**" if wrong else f"{printed:g}")
         if "**" in "".join(cells):
             differ.append(f"{operation.model}'s {operation.operation} of {operation.layer}")
-        names = operation.layer, operation.operation, operation.model
-        lines.append(f"| {' | '.join((*names, *cells))} |")
+        lines.append([operation.layer, operation.operation, operation.model, *cells])
         numbers.append({**operation._asdict(), "formula": formula, "simulated": found._asdict()})
         means += [found.mean, found.gradient_mean]
     worst = max(abs(mean) / error for mean, error in means)
@@ -139,7 +138,7 @@ def page() -> Page:
         "Ratios of variances (output / input, and gradient of the input / gradient of the output) "
         f"for inputs with second moment 1 and mean 1/2: {_DRAWS} draws of weights, {_TOKENS} "
         "tokens each, with the standard error of the mean. All means are 0 (the largest is "
-        f"{worst:.1f} standard errors away).\n\n" + "\n".join(lines) + "\n\n"
+        f"{worst:.1f} standard errors away).\n\n{markdown(lines)}\n\n"
         "**Bold**: printed in Table 2, but different from Table 1's own formulas at these shapes: "
         f"{'; '.join(differ)}. Storage and retrieval of a feed-forward layer have the shapes of "
         "attention's storage, and its ratios or their mirror image.\n"

@@ -20,6 +20,7 @@ from rmt_tpu.experiments.outcomes import (
     share_of_tokens,
 )
 from rmt_tpu.experiments.plan import RATE, Arm, Page, Plan, geometric_mean
+from rmt_tpu.tables import markdown
 
 
 def page(
@@ -83,21 +84,18 @@ def tests_table(plan: Plan, outcomes: Sequence[ArmOutcome]) -> str:
         tests[name] = paired_test(found) if len(found) > 1 else None
     # In Holm's procedure, a test without a result counts as a test with p = 1.
     adjusted = holm([1.0 if test is None else test.p for test in tests.values()])
-    lines = [
-        "| tested | minus | difference | deviation | p | adjusted | detectable |",
-        "|---|---|---|---|---|---|---|",
-    ]
+    lines = ["tested | minus | difference | deviation | p | adjusted | detectable"]
     for (name, test), p in zip(tests.items(), adjusted, strict=True):
         if test is None:
             none = "none (diverged, or only one seed)"
-            lines.append(f"| {name} | {by_name[name].arm.against} | {none} | | | | |")
+            lines.append(f"{name} | {by_name[name].arm.against} | {none} | | | |")
             continue
         difference = f"**{test.estimate}**" if p < 0.05 else str(test.estimate)
         lines.append(
-            f"| {name} | {by_name[name].arm.against} | {difference} | {test.deviation:.4f} "
-            f"| {test.p:.2g} | {p:.2g} | {test.detectable:.4f} |"
+            f"{name} | {by_name[name].arm.against} | {difference} | {test.deviation:.4f} "
+            f"| {test.p:.2g} | {p:.2g} | {test.detectable:.4f}"
         )
-    return "\n".join(lines) + "\n"
+    return markdown(lines) + "\n"
 
 
 def arms_table(outcomes: Sequence[ArmOutcome], seeds: Sequence[int], *, bold: bool = True) -> str:
@@ -109,8 +107,7 @@ def arms_table(outcomes: Sequence[ArmOutcome], seeds: Sequence[int], *, bold: bo
     by_name = {o.arm.name: o for o in outcomes}
     head = ["arm", "weights", "FLOPs", "tokens", "rate", "held-out loss", "minus", "difference",
             "share of tokens, FLOPs"]  # fmt: skip
-    lines = ["| " + " | ".join(head + ["paper"] * printed) + " |"]
-    lines.append("|---" * (len(head) + printed) + "|")
+    lines = [head + ["paper"] * printed]
     for o in outcomes:
         cells = [
             o.arm.name,
@@ -123,7 +120,7 @@ def arms_table(outcomes: Sequence[ArmOutcome], seeds: Sequence[int], *, bold: bo
         ]
         if printed:
             cells.append("" if o.arm.paper is None else f"{o.arm.paper:.3f}")
-        lines.append("| " + " | ".join(cells) + " |")
+        lines.append(cells)
     caption = (
         f"Held-out loss: mean (least..most) over seeds {_seeds_of(outcomes, seeds)}, nats per "
         "token. "
@@ -134,7 +131,7 @@ def arms_table(outcomes: Sequence[ArmOutcome], seeds: Sequence[int], *, bold: bo
         + "Weights: outside of embeddings. Share of tokens, FLOPs: the share of the other arm's "
         "tokens, and of its FLOPs, after which this arm reaches the other's final loss."
     )
-    return "\n".join([*lines, "", caption]) + "\n"
+    return f"{markdown(lines)}\n\n{caption}\n"
 
 
 def _seeds_of(outcomes: Sequence[ArmOutcome], seeds: Sequence[int]) -> str:
@@ -188,9 +185,8 @@ def fits_table(outcomes: Sequence[ArmOutcome]) -> str:
     systems = by_system(outcomes)
     first = next(iter(systems))
     lines = [
-        "| system | exponent of FLOPs | exponent of weights | FLOPs the first system would need | "
-        "weights it would need |",
-        "|---|---|---|---|---|",
+        "system | exponent of FLOPs | exponent of weights | FLOPs the first system would need | "
+        "weights it would need"
     ]
     fits = {name: {x: fit(of, x) for x in ("flops", "weights")} for name, of in systems.items()}
     for name, of in systems.items():
@@ -211,8 +207,8 @@ def fits_table(outcomes: Sequence[ArmOutcome]) -> str:
             mean, half = estimate(needed)
             ends = "" if math.isnan(half) else f" ({_times(mean - half)}..{_times(mean + half)})"
             cells.append(f"{_times(mean)} times{ends}")
-        lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines) + "\n"
+        lines.append(cells)
+    return markdown(lines) + "\n"
 
 
 def _times(log: float) -> str:
@@ -230,8 +226,7 @@ def searches_table(rows: Sequence[SweepRow]) -> str:
     marked if its rate is the lowest or the highest that was tried.
     """
     rates = sorted({row.point[RATE] for row in rows})
-    lines = ["| search | " + " | ".join(f"{rate:.3g}" for rate in rates) + " |"]
-    lines.append("|---" * (len(rates) + 1) + "|")
+    lines = [["search", *(f"{rate:.3g}" for rate in rates)]]
     of_search: dict[str, list[SweepRow]] = {}
     for row in rows:
         of_search.setdefault(row.variant, []).append(row)
@@ -252,8 +247,8 @@ def searches_table(rows: Sequence[SweepRow]) -> str:
                 if row == best_row:
                     text = f"**{text}**" + " (edge)" * at_edge
                 cells.append("" if row is None else text)
-            lines.append(f"| {', '.join(filter(None, (name, beside)))} | {' | '.join(cells)} |")
-    return "\n".join(lines) + "\n"
+            lines.append([", ".join(filter(None, (name, beside))), *cells])
+    return markdown(lines) + "\n"
 
 
 def with_best(

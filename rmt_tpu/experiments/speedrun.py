@@ -27,6 +27,7 @@ from rmt_tpu.runs.metrics import read_metrics, series
 from rmt_tpu.runs.side_files import STARTS
 from rmt_tpu.runs.workdir import open_checkpoints, read_config
 from rmt_tpu.storage import Folder
+from rmt_tpu.tables import markdown
 
 
 class PinnedText(NamedTuple):
@@ -372,10 +373,7 @@ def table(track: Track, results: Sequence[Result]) -> str:
 
     Times and FLOPs are means over the seeds that reached the loss.
     """
-    lines = [
-        f"| entry | parameters | reached {track.loss} | seconds | FLOPs | lowest loss otherwise |",
-        "|---|---|---|---|---|---|",
-    ]
+    titles = f"entry | parameters | reached {track.loss} | seconds | FLOPs | lowest loss otherwise"
     entries = {result.name: [r for r in results if r.name == result.name] for result in results}
     mean = lambda runs, name: float(np.mean([getattr(run, name) for run in runs]))
     ranked = []
@@ -386,9 +384,9 @@ def table(track: Track, results: Sequence[Result]) -> str:
         flops = f"{mean(good, 'flops'):.3g}".replace("e+", "e") if good else ""
         lowest = "" if whole else f"{min(run.loss for run in runs if not run.reached):.4f}"
         rank = (not whole, mean(good, "seconds") if good else float("inf"))
-        row = f"| {name} | {runs[0].parameters:,} | {len(good)} of {len(runs)} | {seconds} | "
-        ranked.append((rank, f"{row}{flops} | {lowest} |"))
-    return "\n".join(lines + [row for _, row in sorted(ranked)])
+        row = f"{name} | {runs[0].parameters:,} | {len(good)} of {len(runs)} | {seconds} | "
+        ranked.append((rank, f"{row}{flops} | {lowest}"))
+    return markdown([titles, *(row for _, row in sorted(ranked))])
 
 
 def write_results(track: Track, results: Sequence[Result], folder: Folder) -> str:

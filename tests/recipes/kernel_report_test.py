@@ -6,8 +6,8 @@ import sys
 
 import pytest
 
-from rmt_tpu.analysis.tables import fitted
 from rmt_tpu.estimator.calibration import error_bar
+from rmt_tpu.tables import fitted
 from tests import cli
 
 CASE = "K=64 V=64 R=16 P=16"
