@@ -92,16 +92,11 @@ class System(Checked):
 
 
 class BankedSystem(System):
-    """A base class for mixers that keep earlier outputs in a bank.
-
-    Attributes:
-      fused: whether kernels can compute this mixer.
-    """
+    """A base class for mixers that keep earlier outputs in a bank."""
 
     on_matrix: ClassVar[bool] = True
     remats: ClassVar[tuple[str, ...]] = ("dots", "offload", "full", "blocks")
     banked: ClassVar[bool] = True
-    fused: ClassVar[bool] = True
     # A bank has at most one row per sublayer, a gradient of each, and running sums.
     kept_residuals: ClassVar[int | None] = 3
 

@@ -75,7 +75,8 @@ class YarnScaling(Checked):
     `factor`. A frequency that makes more than `fast` turns is unchanged. A frequency in between
     becomes a weighted mean of both values. The weights change linearly with the index of the
     frequency. Rotated queries and keys are multiplied by `magnitude`, and thus logits by its
-    square.
+    square. If no frequency makes `slow` turns, the original code leaves some or all frequencies
+    unchanged, and so does this class.
 
     Peng et al. 2023, YaRN: Efficient Context Window Extension of Large Language Models.
 
@@ -131,6 +132,14 @@ class Rope(Checked):
     base: Positive = 10_000.0
     dims: Size | None = None
     scaling: Scaling | None = None
+
+    def __post_init__(self):
+        super().__post_init__()
+        if isinstance(self.scaling, YarnScaling) and self.base <= 1:
+            raise UsageError(
+                f"Rope.base={self.base:g} must be above 1 with scaling=yarn, so that frequencies "
+                "decrease"
+            )
 
 
 @dataclass(frozen=True)

@@ -117,7 +117,7 @@ def whole_blocks(model: ModelConfig) -> Choice | None:
     The result is None for a model without blocks of several sublayers, and for an ablation, whose
     sites read the whole bank one by one.
     """
-    if not (model.mixer.banked and model.mixer.fused):
+    if not (model.mixer.banked and getattr(model.mixer, "fused", True)):
         return None
     block, start = model.mixer.sublayers_a_block(model.num_sublayers), 0
     if block == 1:

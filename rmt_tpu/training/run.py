@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import sharding
 from rmt_tpu import data
-from rmt_tpu.config import REVERSIBLE, START_FIELDS, ModelConfig, RematPolicy, RunConfig
+from rmt_tpu.config import REVERSIBLE, START_FIELDS, Core, ModelConfig, RematPolicy, RunConfig
 from rmt_tpu.cores.experts import dropless
 from rmt_tpu.decoder import Decoder, compute_dtype, residual_dtype
 from rmt_tpu.distributed import program_cache
@@ -360,11 +360,27 @@ def check_sizes(config: RunConfig, mesh: jax.sharding.Mesh) -> None:
             axis = "heads" if ring else "tokens"
             sharding.check_divides(mesh, f"model.{core.kind}.{name}", heads, axis)
         if ring:
+            _check_ring(mesh, core)
             what = f"parts per device, because {core.kind} has fewer heads than there are devices"
             seq_len = config.data.seq_len
             sharding.check_divides(mesh, "--seq_len", seq_len, "tokens", parts=2, what=what)
     sharding.check_keys(mesh, model.store.has_keys, model.mixer.undivided)
     sharding.check_experts(mesh, bool(model.cores_of_kind("experts")))
+
+
+def _check_ring(mesh: jax.sharding.Mesh, core: Core) -> None:
+    """Raise MeshError if devices would pass tokens around a ring within a stage of a pipeline.
+
+    Stages without a microbatch skip their layers, but all devices have to exchange at a time.
+    """
+    sequence, stages = mesh.shape["sequence"], mesh.shape["stage"]
+    if sequence > 1 and stages > 1:
+        name, heads = min(core.divided_heads.items(), key=lambda item: item[1])
+        raise sharding.MeshError(
+            f"--mesh: sequence={sequence} with model.{core.kind}.{name}={heads} passes tokens "
+            f"around a ring of devices, which stage={stages} does not support; legal: stage=1, or "
+            f"a multiple of {sequence * mesh.shape['tensor']} heads"
+        )
 
 
 def _state_shardings(mesh: jax.sharding.Mesh, specs: Any, state: TrainState) -> TrainState:

@@ -513,3 +513,8 @@ def test_a_list_of_layers_becomes_stacks():
 def test_what_does_not_fit_is_refused(make, message):
     with pytest.raises(UsageError, match=message):
         make()
+
+
+@pytest.mark.parametrize("mixer", [cfg.Dense(), cfg.Mudd()])
+def test_weighted_sums_over_depth_need_no_norm_before_cores(mixer):
+    assert model("vector", "sum", mixer=mixer, stacks=(cfg.Stack(AFTER, 2),)).mixer == mixer

@@ -160,8 +160,14 @@ def test_linear_scaling_divides_positions():
     at = jnp.arange(5)[None]
     got, want = positions.rotate(x, 4 * at, scaled), positions.rotate(x, at, plain)
     np.testing.assert_allclose(got, want, atol=1e-6)
+
+
+def test_numbers_that_yarn_cannot_use_are_refused():
     with pytest.raises(UsageError, match=r"^YarnScaling.slow=32.0 must be below fast=32.0"):
         cfg.YarnScaling(4.0, 64, slow=32.0)
+    for base in (1.0, 0.5):
+        with pytest.raises(UsageError, match=rf"^Rope.base={base:g} must be above 1 with scaling="):
+            cfg.Rope(base, scaling=cfg.YarnScaling(4.0, 64))
 
 
 def test_gelu_exact_and_tanh():

@@ -405,6 +405,16 @@ def test_what_does_not_divide_is_said_in_one_line(mesh, changes, message):
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize("window", [None, 5])
+def test_a_ring_within_a_stage_is_refused(window):
+    cores = cfg.Attention(8, 6, cfg.Rope(), num_kv_heads=2, window=window), cfg.FeedForward(10)
+    config = run_config("vector", "sum", "", 16)
+    model = config.model.replace(stacks=(cfg.Stack(cores, repeat=2),))
+    message = "sequence=4 with model.attention.num_kv_heads=2 .*: stage=1, or a multiple of 4 heads"
+    with pytest.raises(sharding.MeshError, match=message):
+        prepare(dataclasses.replace(config, model=model), sharding.make_mesh("stage=2,sequence=4"))
+
+
 @pytest.mark.xdist_group("matrix sum")
 def test_the_objective_counts_every_token_once():
     """Each device has the loss of its own tokens: the sum over all of them is the whole batch's."""
