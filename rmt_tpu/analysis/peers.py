@@ -148,13 +148,13 @@ class Step:
 # The first choice of each side, and the changes to the fastest step so far, in order. The policies
 # of rematerialization come first, from the one that saves the most.
 _FIRST: Mapping[Side, Choice] = {
-    "maxtext": Choice(maxtext.REMAT[0], attention="1024 fused", weights="default"),
+    "maxtext": Choice(maxtext.REMAT[0], attention="1024 fused", weights="joined"),
     "rmt_tpu": Choice("dots"),
 }
 _CHANGES: Mapping[Side, tuple[dict[str, str], ...]] = {
     "maxtext": (
         *({"remat": policy} for policy in maxtext.REMAT[1:]),
-        {"weights": "joined"},
+        {"weights": "default"},
         {"options": "both"},
         {"attention": "script"},
         {"attention": "1024"},

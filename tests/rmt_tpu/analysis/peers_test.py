@@ -76,10 +76,10 @@ def test_steps_that_do_not_fit_are_kept(stopped, tmp_path):
     steps = peers.sweep(ROW, "maxtext", V5E, open_folder(str(tmp_path)), progress=lines.append)
     assert {step.fault for step in steps} == {"does not fit in memory"}
     assert [step.choice.remat for step in steps[:3]] == list(maxtext.REMAT)
-    assert [step.choice.weights for step in steps] == ["default"] * 3 + ["joined"] + ["default"] * 2
+    assert [step.choice.weights for step in steps] == ["joined"] * 3 + ["default"] + ["joined"] * 2
     assert lines[0] == (
         "v5e:1x1 llama-tiny 128: maxtext, remat minimal_with_context, options own, attention 1024 "
-        "fused, weights default: does not fit in memory"
+        "fused, weights joined: does not fit in memory"
     )
     again = peers.sweep(ROW, "maxtext", V5E, open_folder(str(tmp_path)), compiles=2)
     assert again == steps[:2] and stopped.jobs == len(steps) == peers.MOST_COMPILES
