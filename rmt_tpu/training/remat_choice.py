@@ -26,9 +26,9 @@ from rmt_tpu.layers.choices import Choice
 _STATE_BYTES = 3 * 4 + 2 * 2
 # The largest share of a device's memory that the estimate may fill.
 _MOST = 0.9
-# The TPUs on which keeping products saves no time at some sizes, by estimate, for residual vectors
-# and for residual matrices. For matrices in blocks, it was not estimated on tpu7x.
-_NO_FASTER_ON = {"vector": ("tpu_v6_lite",), "matrix": ("tpu7x",)}
+# Maps whether the residual is a matrix to the TPUs on which keeping products saves no time at some
+# sizes, by estimate. For matrices in blocks, it was not estimated on tpu7x.
+_NO_FASTER_ON = {False: ("tpu_v6_lite",), True: ("tpu7x",)}
 
 
 class Devices(NamedTuple):
@@ -70,7 +70,7 @@ def keeps_products(config: RunConfig, devices: Devices) -> Choice | None:
     if chip is None or not chip.hbm:
         return Choice(False, f"{devices.kind} is not a TPU whose memory is known")
     policy = "reversible_dots" if model.rebuilds_residual else "dots"
-    if Target(devices.kind).slug in _NO_FASTER_ON["matrix" if model.store.has_keys else "vector"]:
+    if Target(devices.kind).slug in _NO_FASTER_ON[model.store.has_keys]:
         return Choice(False, f'"{policy}" saves no time at some sizes on {devices.kind}')
     of_token = _kept_per_token(config)
     if of_token is None:
