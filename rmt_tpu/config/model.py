@@ -108,19 +108,20 @@ class ModelConfig(Checked):
         CPU. Parameters are always float32.
       remat: what the backward pass recomputes within a layer: nothing ("none"), everything but
         attention's result and, in a vector store, the residual ("full"), or everything but these
-        and the products with weights in attention and feed-forward layers ("dots"). "offload" is
-        like "dots", but on TPUs these products wait in the host's memory. "reversible" (only for a
-        matrix store) keeps the outputs of sublayers and rebuilds the residual from them, so that
-        memory does not grow with `key_dim`. "reversible_dots" also keeps the products with weights
-        within a core, such as the first product of a feed-forward layer. Attention over depth,
-        DenseFormer and MUDD have only "dots", "offload", "full" and "blocks". With the first three,
-        they also keep the bank of earlier outputs and the running sum before each layer. "blocks"
-        keeps only the bank, and runs the forward pass twice. Block Attention Residuals on a matrix
-        store keep the outputs of sublayers in place of running sums, which are larger, and sum them
-        again. "auto" is "reversible" for training an RMT without pipeline stages, and otherwise
-        "full". On TPUs where keeping products is faster, and the memory suffices, it is
-        "reversible_dots" for an RMT, and "dots" for a residual vector, plain or with a bank, and
-        for residual matrices in blocks of whole layers; see `training.remat_choice`.
+        and the products with weights in attention, feed-forward layers and experts ("dots").
+        "offload" is like "dots", but on TPUs these products wait in the host's memory. "reversible"
+        (only for a matrix store) keeps the outputs of sublayers and rebuilds the residual from
+        them, so that memory does not grow with `key_dim`. "reversible_dots" also keeps the products
+        with weights within a core, such as the first product of a feed-forward layer. Attention
+        over depth, DenseFormer and MUDD have only "dots", "offload", "full" and "blocks". With the
+        first three, they also keep the bank of earlier outputs and the running sum before each
+        layer. "blocks" keeps only the bank, and runs the forward pass twice. Block Attention
+        Residuals on a matrix store keep the outputs of sublayers in place of running sums, which
+        are larger, and sum them again. "auto" is "reversible" for training an RMT without pipeline
+        stages, and otherwise "full". On TPUs where keeping products is faster, and the memory
+        suffices, it is "reversible_dots" for an RMT, and "dots" for a residual vector, plain or
+        with a bank, and for residual matrices in blocks of whole layers; see
+        `training.remat_choice`.
       kernels: how operations are computed on TPUs and GPUs. "auto" uses kernels on a TPU. On a GPU
         it uses cuDNN's attention, the kernel of grouped matrix products, and the kernels in a table
         of measured times. "xla" is plain JAX. "pallas" uses all kernels. "mosaic_gpu" is like

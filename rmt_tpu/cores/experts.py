@@ -32,6 +32,7 @@ from typing import ClassVar, NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 import pallas_kernels
@@ -280,7 +281,8 @@ class Experts(Core):
         # On TPUs, this reshape copies its operand. Before the gather, that is only a part.
         w_1 = self.w_1[...].reshape(*self.w_1.shape[:2], -1)
         w_1, w_2 = self._gather(w_1, x.dtype, axis=1), self._gather(self.w_2, x.dtype, axis=2)
-        gate, up = jnp.split(multiply(gathered, w_1), 2, axis=-1)
+        product = checkpoint_name(multiply(gathered, w_1), "product")
+        gate, up = jnp.split(product, 2, axis=-1)
         # Apply the weights before the second product: hidden vectors are smaller than outputs.
         hidden = (activations.gated(self.core, gate, up) * weights).astype(x.dtype)
         y = multiply(hidden, w_2)

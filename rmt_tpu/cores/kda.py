@@ -43,6 +43,7 @@ from rmt_tpu.layers import short_convolution, stacks
 from rmt_tpu.layers.data_vectors import HeadsLayout, Read, concatenate
 from rmt_tpu.layers.norm import normalize
 from rmt_tpu.layers.parameters import Seed, gain, parameter
+from rmt_tpu.layers.products import times
 
 # Added to the squared length of a query or a key before the vector is divided by its length.
 _EPSILON = 1e-6
@@ -234,7 +235,7 @@ class Kda(Core):
         if self.w_decay is None:
             z = self._project(x, self.w_decay_down, self.w_decay_up).astype(dtype)
         else:
-            z = jnp.dot(x, self._gather(self.w_decay, x.dtype)).astype(dtype)
+            z = times(x, self.w_decay, gathered=-2).astype(dtype)
             z = sharding.swap(z, other_axes(), split=2, join=1)[..., None]
         z = z + self._own_part(self.decay_bias).reshape(z.shape[2:])
         rate = jnp.exp(self._own_part(self.log_rate))[:, None]
@@ -244,19 +245,16 @@ class Kda(Core):
 
     def _betas(self, x):
         """Compute the write strength beta of every head, in at least float32."""
-        logits = jnp.dot(x, self._gather(self.w_beta, x.dtype))
+        logits = times(x, self.w_beta, gathered=-2)
         dtype = jnp.result_type(x, jnp.float32)
         logits = sharding.swap(logits, other_axes(), split=2, join=1)
         return jax.nn.sigmoid(logits.astype(dtype))
 
     def _project(self, x, down, up):
         """Compute the low-rank projection `up down x` for this device's heads and all tokens."""
-        y = jnp.dot(jnp.dot(x, self._gather(down, x.dtype)), self._gather(up, x.dtype))
+        y = times(times(x, down, gathered=-2), up, gathered=-2)
         y = y.reshape(*y.shape[:2], -1, self.core.head_dim)
         return sharding.swap(y, other_axes(), split=2, join=1)
-
-    def _gather(self, weights, dtype):
-        return sharding.gather(weights.astype(dtype), "fsdp", axis=0)
 
     def _own_part(self, x, axis=0):
         """Return the part of a parameter x for this device's heads; x is sharded over `tensor`."""

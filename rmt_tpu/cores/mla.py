@@ -51,6 +51,7 @@ from rmt_tpu.layers import stacks
 from rmt_tpu.layers.data_vectors import HeadsLayout, Read, concatenate
 from rmt_tpu.layers.norm import normalize
 from rmt_tpu.layers.parameters import Seed, gain, parameter
+from rmt_tpu.layers.products import times, times_each
 
 
 class Cache(NamedTuple):
@@ -187,18 +188,17 @@ class Mla(Core):
         devices along the mesh axis `tensor`.
         """
         x = concatenate(z.residual)
-        weights = lambda w, axis=0: sharding.gather(w.astype(x.dtype), "fsdp", axis=axis)
         norm = {"norm": "rmsnorm", "epsilon": self.epsilon, "dtype": x.dtype}
         x = sharding.gather(x, "tensor", axis=1)
         q = x
         if self.w_q_down is not None:
-            q = normalize(jnp.dot(x, weights(self.w_q_down)), self.q_gain[...], **norm)
+            q = normalize(times(x, self.w_q_down, gathered=-2), self.q_gain[...], **norm)
         split = lambda x, size: x.reshape(*x.shape[:-1], -1, size)
-        q = split(jnp.dot(q, weights(self.w_q)), self.core.query_dim)
+        q = split(times(q, self.w_q, gathered=-2), self.core.query_dim)
         gates = None
         if self.w_gate is not None:
-            gates = split(jnp.dot(x, weights(self.w_gate)), self.core.head_dim)
-        down = jnp.dot(x, weights(self.w_kv_down))
+            gates = split(times(x, self.w_gate, gathered=-2), self.core.head_dim)
+        down = times(x, self.w_kv_down, gathered=-2)
         latent, k_rope = jnp.split(down, [self.core.kv_rank], axis=-1)
         return q, gates, normalize(latent, self.kv_gain[...], **norm), k_rope
 
@@ -208,7 +208,7 @@ class Mla(Core):
     def _expand(self, latent):
         """Compute keys, without their rope part, and values of this device's heads from latents."""
         split = lambda x: x.reshape(*x.shape[:-1], -1, self.core.head_dim)
-        return [split(jnp.dot(latent, w)) for w in self._up(latent.dtype)]
+        return [split(x) for x in times_each(latent, self.w_kv_up, gathered=-2)]
 
     def _rotate(self, x, context):
         """Rotate the last `rope_dim` numbers of each head, if the config has RoPE."""

@@ -204,6 +204,31 @@ def test_products_are_not_computed_again(store, mixer, policy):
         assert sum(layers) == 3 * np.prod(shape)
 
 
+@pytest.mark.parametrize(
+    ("core", "shapes"),
+    [
+        (cfg.Mla(num_heads=3, head_dim=6, kv_rank=7, rope_dim=2), [(24,), (9,), (18,)]),
+        (cfg.Mla(3, 6, 7, 2, query_rank=5, output_gate=True), [(5,), (24,), (9,), (18,)]),
+        (cfg.Kda(num_heads=3, head_dim=6), [(18,), (3,)]),
+        (cfg.Kda(3, 6, decays="heads", gates="full"), [(3,)]),
+        (cfg.Experts(num_experts=4, top_k=2, hidden_dim=11, shared=0), [(22,)]),
+    ],
+)
+def test_products_within_other_cores_are_kept(core, shapes):
+    """The widths are those of products with weights that only this core has."""
+    config = models.model("vector", remat="dots")
+    attention, feed_forward = config.stacks[0].cores
+    cores = (attention, core) if core.kind == "experts" else (core, feed_forward)
+    config = config.replace(stacks=(cfg.Stack(cores, repeat=3),))
+    counts = {}
+    for policy in ("full", "dots"):
+        graphdef, params = nnx.split(models.abstract(config.replace(remat=policy)), nnx.Param)
+        loss = lambda p, graphdef=graphdef: jnp.sum(nnx.merge(graphdef, p)(models.tokens()))
+        kept = jax.tree.leaves(jax.eval_shape(lambda p, loss=loss: jax.vjp(loss, p)[1], params))
+        counts[policy] = [sum(x.shape[-1:] == shape for x in kept) for shape in shapes]
+    assert all(d > f for d, f in zip(counts["dots"], counts["full"], strict=True))
+
+
 @pytest.mark.parametrize("mixer", ["sum", "blocks", "full", "highway", "mudd", "hc"])
 def test_attention_is_not_computed_again(mixer):
     """The backward pass has its output and log-sums, of all three layers."""
