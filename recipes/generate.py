@@ -14,6 +14,7 @@ import contextlib
 import dataclasses
 import sys
 import time
+from functools import partial
 from typing import Any
 
 from absl import flags
@@ -141,10 +142,19 @@ def _generate_file(sampling) -> int:
 
     with flag_errors("prompts"):
         prompts = files.read_prompts(_PROMPTS.value)
-    with flag_errors("output"):
-        if files.is_same_file(_PROMPTS.value, _OUTPUT.value):
-            raise UsageError(f"{_OUTPUT.value} is the file of --prompts; legal: another file")
-        output = files.Output(_OUTPUT.value)
+    with contextlib.ExitStack() as stack:
+        with flag_errors("output"):
+            if files.is_same_file(_PROMPTS.value, _OUTPUT.value):
+                raise UsageError(f"{_OUTPUT.value} is the file of --prompts; legal: another file")
+            log = partial(print, file=sys.stderr)
+            output = stack.enter_context(files.open_output(_OUTPUT.value, log))
+        return _add_samples(output, prompts, sampling)
+
+
+def _add_samples(output, prompts: list[str], sampling) -> int:
+    """Generate the samples that the output lacks, and add a line of JSON for each to it."""
+    from rmt_tpu.generation import files
+
     settings = _settings(sampling, flags.FLAGS.step)
     with flag_errors("output"):
         finished = files.check_same(output, prompts, settings, logprobs=_LOGPROBS.value)

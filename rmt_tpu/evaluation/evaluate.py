@@ -3,6 +3,7 @@
 Answers are stored in files, so that no request is computed twice.
 """
 
+import contextlib
 import hashlib
 import json
 import time
@@ -18,7 +19,7 @@ from rmt_tpu.decoder import Decoder
 from rmt_tpu.evaluation.documents import Source, SourceRequests, Total, ask, metrics
 from rmt_tpu.evaluation.metrics import Metric
 from rmt_tpu.evaluation.scorer import Answer, Scorer
-from rmt_tpu.generation.files import Output
+from rmt_tpu.generation.files import Output, open_output
 from rmt_tpu.progress import ProgressDisplay
 from rmt_tpu.storage import Folder
 
@@ -108,15 +109,22 @@ def evaluate(
       One result per source, in order.
 
     Raises:
-      UsageError: a text cannot be encoded, or a continuation is longer than the model can read.
+      UsageError: a text cannot be encoded, a continuation is longer than the model can read, or
+        another process on this host is computing the same answers for the same folder.
     """
     source_requests = [
         ask(source, subject.tokenizer, subject.scorer.max_length, stride) for source in sources
     ]
     for source, requests, _ in source_requests:
         subject.scorer.check(source.name, requests)
-    pending = [_PendingSource(subject, requests, stride) for requests in source_requests]
-    with _Progress(subject.name, sum(len(source.requests) for source in pending)) as progress:
+    count = sum(len(requests.requests) for requests in source_requests)
+    with _Progress(subject.name, count) as progress, contextlib.ExitStack() as outputs:
+        pending = []
+        for requests in source_requests:
+            identity = _identity(subject, requests.source, stride)
+            location = _location(subject.folder, requests.source, identity)
+            output = outputs.enter_context(open_output(location, progress.log))
+            pending.append(_PendingSource(subject.scorer, requests, identity, output))
         progress.add(sum(len(source.lines) for source in pending))
         for source in pending:
             if source.unanswered and source.cut:
@@ -129,6 +137,18 @@ def evaluate(
     return [source.result() for source in pending]
 
 
+def _identity(subject: Subject, source: Source, stride: int | None) -> dict[str, Any]:
+    """Return the values that a stored answer must have in common with a new one."""
+    return subject.identity | ({"stride": stride} if source.kind == "text" else {})
+
+
+def _location(folder: Folder, source: Source, identity: dict[str, Any]) -> str:
+    """Return the path of the file of a source's answers with this identity."""
+    parts = json.dumps([source.name, source.digest, identity], sort_keys=True)
+    key = hashlib.blake2b(parts.encode(), digest_size=6).hexdigest()
+    return f"{folder}/{ANSWERS}/{source.name}-{key}.jsonl"
+
+
 class _PendingSource:
     """A source that is being evaluated, and its answers so far.
 
@@ -138,22 +158,22 @@ class _PendingSource:
       seconds: the number of seconds spent on computing answers.
     """
 
-    def __init__(self, subject: Subject, source_requests: SourceRequests, stride: int | None):
-        self.source_requests = source_requests
+    def __init__(
+        self,
+        scorer: Scorer,
+        source_requests: SourceRequests,
+        identity: dict[str, Any],
+        output: Output,
+    ):
+        self.source_requests, self.identity = source_requests, identity
         self.source, self.requests, _ = source_requests
         self.is_text = self.source.kind == "text"
-        self.identity = subject.identity | ({"stride": stride} if self.is_text else {})
-        key_parts = [self.source.name, self.source.digest, self.identity]
-        key = hashlib.blake2b(
-            json.dumps(key_parts, sort_keys=True).encode(), digest_size=6
-        ).hexdigest()
-        location = f"{subject.folder}/{ANSWERS}/{self.source.name}-{key}.jsonl"
-        self._output, self._new, self.seconds = Output(location), [], 0.0
+        self._output, self._new, self.seconds = output, [], 0.0
         count = len(self.requests)
         lines = self._output.lines
         self.lines = {line["number"]: line for line in lines if 0 <= line["number"] < count}
         self.unanswered = [number for number in range(count) if number not in self.lines]
-        self.cut = subject.scorer.cut(self.requests)
+        self.cut = scorer.cut(self.requests)
 
     def record(self, number: int, answer: Answer, seconds: float) -> None:
         """Record an answer and its share of the computing time; `flush` writes it to the file."""

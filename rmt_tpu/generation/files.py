@@ -1,13 +1,15 @@
 """Functions that read prompt files, and write generated texts to an output file."""
 
+import contextlib
 import dataclasses
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from rmt_tpu.errors import UsageError, shown
 from rmt_tpu.generation.sampling import Sampling
+from rmt_tpu.runs.presence import announce_writer
 from rmt_tpu.storage import Fault, Folder, Found, open_parent
 
 # The beginning of each line of an `Output`, which is all that an interrupted line may have.
@@ -110,6 +112,23 @@ class Output:
         )
 
 
+@contextlib.contextmanager
+def open_output(location: str, log: Callable[[str], None]) -> Iterator[Output]:
+    """Open a file of results, to which no other process appends during the `with` body.
+
+    Args:
+      location: the path of the file, local or on gs://.
+      log: a function that prints a line.
+
+    Raises:
+      UsageError: see `Output`, or another process on this host appends to the file; see
+        `presence.announce_writer`.
+    """
+    _split(location)  # This call raises an error if the location names no file.
+    with announce_writer(location, log):
+        yield Output(location)
+
+
 def text_settings(
     sampling: Sampling, stop: Sequence[str], model: str, num_samples: int
 ) -> dict[str, Any]:
@@ -146,8 +165,8 @@ def check_same(
 
     Raises:
       UsageError: an existing line was made by another model, from another prompt or with other
-        settings, only one of old and new lines has log-probabilities, or another command wrote the
-        line. The message begins with the file's location.
+        settings, only one of old and new lines has log-probabilities, another command wrote the
+        line, or a sample has two lines. The message begins with the file's location.
     """
     done, defaults = set(), dict(settings) | dataclasses.asdict(Sampling())
     for line in output.lines:
@@ -173,6 +192,11 @@ def check_same(
             raise UsageError(
                 f"{output.location} has samples of other prompts, such as {shown(line['prompt'])}; "
                 "legal: the same prompts, or another file"
+            )
+        if (number, sample) in done:
+            raise UsageError(
+                f'{output.location} has two lines with "number": {number} and "sample": {sample}; '
+                "legal: a single line for each sample, or another file"
             )
         done.add((number, sample))
     return done

@@ -1,4 +1,7 @@
-"""The file `running.json`, which shows that a process is training in a run folder."""
+"""Files that show that a process is at work: it trains in a run folder, or appends to a file.
+
+The file of a run is `running.json`, and that of a file `a.jsonl` is `a.jsonl.running.json`.
+"""
 
 import contextlib
 import json
@@ -10,7 +13,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from rmt_tpu.errors import UsageError
-from rmt_tpu.storage import Fault, Folder
+from rmt_tpu.storage import Fault, Folder, open_parent
 
 FILE = "running.json"
 BEAT_SECONDS = 60.0
@@ -35,72 +38,118 @@ def announce_run(folder: Folder, log: Callable[[str], None]) -> Iterator[str | N
     Raises:
       UsageError: another process on this host trains in `folder`.
     """
-    announcement = _Announcement(folder)
-    other = announcement.claim()
+    announcement = _Announcement(folder, FILE)
+    other, is_here = announcement.claim()
+    if is_here:
+        raise UsageError(
+            f"--workdir={folder} is in use by {other}; wait for it, stop it, or give another "
+            "--workdir"
+        )
     if other:
         log(
             f"note: {other} also seems to train in {folder}; if it does, stop one of the two, "
             "because they delete or damage each other's checkpoints and mix their metrics"
         )
-    ended = threading.Event()
-
-    def beat() -> None:
-        while not ended.wait(BEAT_SECONDS):
-            with contextlib.suppress(Fault):
-                announcement.renew()
-
-    thread = threading.Thread(target=beat, name="presence", daemon=True)
-    thread.start()
-    try:
+    with announcement.renewed():
         yield other
-    finally:
-        ended.set()
-        thread.join()
-        with contextlib.suppress(Fault):
-            announcement.withdraw()
+
+
+@contextlib.contextmanager
+def announce_writer(location: str, log: Callable[[str], None]) -> Iterator[None]:
+    """Announce, during the `with` body, that this process appends lines to a file of --output.
+
+    Another process is treated as in `announce_run`: one on this host is an error, and one that
+    another host announced within the last minutes is noted.
+
+    Args:
+      location: the path of the file, local or on gs://.
+      log: a function that prints a line.
+
+    Raises:
+      UsageError: another process on this host appends to the file. The message begins with
+        `location`.
+    """
+    folder, name = open_parent(location)
+    announcement = _Announcement(folder, f"{name}.{FILE}")
+    other, is_here = announcement.claim()
+    if is_here:
+        raise UsageError(
+            f"{location} is in use by {other}; wait for it, stop it, or give another --output"
+        )
+    if other:
+        log(
+            f"note: {other} also seems to write to {location}; if it does, stop one of the two, "
+            "because both add the same lines"
+        )
+    with announcement.renewed():
+        yield
 
 
 class _Announcement:
-    """This process's announcement in a folder, and that of another process that it replaced."""
+    """This process's announcement in a folder, and that of another process that it replaced.
 
-    def __init__(self, folder: Folder):
-        self._folder = folder
+    Args:
+      folder: the folder.
+      file: the name of the announcement's file.
+    """
+
+    def __init__(self, folder: Folder, file: str):
+        self._folder, self._file = folder, file
         self._replaced: bytes | None = None
 
-    def claim(self) -> str | None:
-        """Write the announcement, and return a description of another process that trains here.
+    def claim(self) -> tuple[str | None, bool]:
+        """Write the announcement, unless another process on this host is at work here.
 
-        The result is None if there is no other process. If two processes write their announcements
-        at the same time, one of them succeeds, and the other finds that announcement.
+        If two processes write their announcements at the same time, one of them succeeds, and the
+        other finds that announcement.
 
-        Raises:
-          UsageError: another process on this host trains in the folder.
+        Returns:
+          A description of another process that is at work here, or None if there is none, and
+          whether it is on this host.
         """
         with contextlib.suppress(Fault):
             for _ in range(3):
-                found = self._folder.read(FILE)
+                found = self._folder.read(self._file)
                 other, is_here = _parse_record(found.data) if found else (None, False)
                 if is_here:
-                    raise UsageError(
-                        f"--workdir={self._folder} is in use by {other}; wait for it, stop it, or "
-                        "give another --workdir"
-                    )
+                    return other, True
+                record = _own_record()
                 if found is None:
-                    written = self._folder.create(FILE, _own_record())
+                    written = self._folder.create(self._file, record)
                 else:
                     generation = found.generation
-                    written = self._folder.replace(FILE, _own_record(), generation=generation)
+                    written = self._folder.replace(self._file, record, generation=generation)
                 if written:
                     self._replaced = found.data if found and other else None
-                    return other
-        return None
+                    return other, False
+        return None, False
+
+    @contextlib.contextmanager
+    def renewed(self) -> Iterator[None]:
+        """Renew the announcement every minute during the `with` body, and then withdraw it."""
+        ended = threading.Event()
+
+        def beat() -> None:
+            while not ended.wait(BEAT_SECONDS):
+                with contextlib.suppress(Fault):
+                    self.renew()
+
+        thread = threading.Thread(target=beat, name="presence", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            ended.set()
+            thread.join()
+            with contextlib.suppress(Fault):
+                self.withdraw()
 
     def renew(self) -> None:
         """Write the announcement again, and remember that of another process that it replaces."""
-        found = self._folder.read(FILE)
+        found = self._folder.read(self._file)
         if found and not _is_own(found.data):
             self._replaced = found.data
-        self._folder.write(FILE, _own_record())
+        self._folder.write(self._file, _own_record())
 
     def withdraw(self) -> None:
         """Delete the announcement, or restore the one that it replaced.
@@ -108,13 +157,13 @@ class _Announcement:
         That one is restored only if its process may be alive. If another process wrote the file
         last, the file stays.
         """
-        found = self._folder.read(FILE)
+        found = self._folder.read(self._file)
         if found is None or not _is_own(found.data):
             return
         if self._replaced and _parse_record(self._replaced)[0]:
-            self._folder.replace(FILE, self._replaced, generation=found.generation)
+            self._folder.replace(self._file, self._replaced, generation=found.generation)
         else:
-            self._folder.delete(FILE, generation=found.generation)
+            self._folder.delete(self._file, generation=found.generation)
 
 
 def _own_record() -> bytes:

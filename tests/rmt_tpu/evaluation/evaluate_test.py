@@ -1,13 +1,17 @@
 """Answers are kept and asked for once; results are told as a table, a picture and JSON."""
 
 import json
+import os
 import re
+import socket
+import time
 
 import numpy as np
 import pytest
 
 from rmt_tpu import config as cfg
 from rmt_tpu.data import ByteTokenizer
+from rmt_tpu.errors import UsageError
 from rmt_tpu.evaluation import report
 from rmt_tpu.evaluation.documents import Source
 from rmt_tpu.evaluation.evaluate import Subject, evaluate
@@ -70,6 +74,16 @@ def test_what_was_answered_is_not_asked_again(scorer, tmp_path):
     # Other weights have answers of their own.
     evaluate(subject(scorer, tmp_path / "a", weights="b"), SOURCES[:1])
     assert len(list((tmp_path / "a/evaluation").iterdir())) == 3
+
+
+def test_answers_that_another_process_computes_are_not_computed_too(scorer, tmp_path):
+    evaluate(subject(scorer, tmp_path), SOURCES[:1])
+    (kept,) = (tmp_path / "evaluation").iterdir()
+    record = {"host": socket.gethostname(), "pid": os.getppid(), "seen": time.time()}
+    kept.with_name(f"{kept.name}.running.json").write_text(json.dumps(record))
+    with pytest.raises(UsageError, match=f"^{kept} is in use by process .*another --output"):
+        evaluate(subject(scorer, tmp_path), SOURCES)
+    assert sum(path.suffix == ".jsonl" for path in kept.parent.iterdir()) == 1
 
 
 def test_batches_are_of_all_sources(scorer, tmp_path):

@@ -1,6 +1,9 @@
 """Files of prompts, and files to which samples are appended."""
 
 import json
+import os
+import socket
+import time
 
 import pytest
 
@@ -10,6 +13,7 @@ from rmt_tpu.generation.files import (
     Output,
     check_same,
     is_same_file,
+    open_output,
     read_prompts,
     text_settings,
 )
@@ -94,6 +98,26 @@ def test_a_last_line_that_lacks_only_its_end_counts(tmp_path):
     assert Output(str(path)).lines == [LINE, second, LINE | {"number": 5}]
 
 
+def test_a_file_that_another_process_appends_to_is_refused(tmp_path):
+    path, word = tmp_path / "out.jsonl", tmp_path / "out.jsonl.running.json"
+    with open_output(str(path), pytest.fail) as output:
+        assert json.loads(word.read_text())["pid"] == os.getpid()
+        output.add(LINE)
+    assert not word.exists()
+    record = {"host": socket.gethostname(), "pid": os.getppid(), "seen": time.time()}
+    word.write_text(json.dumps(record))
+    with (
+        pytest.raises(UsageError, match=f"^{path} is in use by process {os.getppid()} on "),
+        open_output(str(path), pytest.fail),
+    ):
+        pass
+    word.write_text(json.dumps(record | {"host": "elsewhere"}))
+    told = []
+    with open_output(str(path), told.append) as output:
+        assert output.lines == [LINE]
+    assert len(told) == 1 and f"also seems to write to {path}; if it does, stop one" in told[0]
+
+
 def test_the_same_file_by_another_path(tmp_path):
     (tmp_path / "link").symlink_to(tmp_path)
     assert is_same_file(f"{tmp_path}/a.txt", f"{tmp_path}/link/a.txt")
@@ -114,6 +138,8 @@ def test_the_same_file_by_another_path(tmp_path):
         ({"prompt": None}, "has lines that are no samples of prompts; legal"),
         ({"sample": [0]}, "has lines that are no samples of prompts; legal"),
         ({"sample": -1}, "has lines that are no samples of prompts; legal"),
+        # Two commands that ran at the same time wrote it.
+        ({"text": "b"}, 'has two lines with "number": 0 and "sample": 0; legal: a single line'),
     ],
 )
 def test_samples_of_another_command_are_refused(tmp_path, change, words):
