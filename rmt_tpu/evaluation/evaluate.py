@@ -39,6 +39,8 @@ class Subject(NamedTuple):
       folder: the folder in which answers are stored.
       decoder: the model's decoder, with matrices cast to the dtype in which it computes; None if
         the model has no decoder.
+      limit: the subject of the message about a continuation that is longer than the model can read;
+        None is the flag --max_length with its value.
     """
 
     name: str
@@ -47,6 +49,7 @@ class Subject(NamedTuple):
     identity: dict[str, Any]
     folder: Folder
     decoder: Decoder | None = None
+    limit: str | None = None
 
 
 @dataclass(frozen=True)
@@ -95,8 +98,32 @@ class Result:
         }
 
 
-def evaluate(
+def ask_all(
     subject: Subject, sources: Iterable[Source], stride: int | None = None
+) -> list[SourceRequests]:
+    """Return the requests of all sources for a model, which has not run yet.
+
+    Args:
+      subject: the model.
+      sources: the tasks and texts.
+      stride: the number of tokens that each window over a text scores; see `documents.ask`.
+
+    Raises:
+      UsageError: a text cannot be encoded, or a continuation is longer than the model can read.
+    """
+    scorer = subject.scorer
+    asked = [ask(source, subject.tokenizer, scorer.max_length, stride) for source in sources]
+    for source, requests, _ in asked:
+        scorer.check(source.name, requests, limit=subject.limit)
+    return asked
+
+
+def evaluate(
+    subject: Subject,
+    sources: Iterable[Source],
+    stride: int | None = None,
+    *,
+    asked: list[SourceRequests] | None = None,
 ) -> list[Result]:
     """Evaluate a model on sources. Only answers that are not stored yet are computed.
 
@@ -104,19 +131,16 @@ def evaluate(
       subject: the model.
       sources: the tasks and texts.
       stride: the number of tokens that each window over a text scores; see `documents.ask`.
+      asked: the result of `ask_all` for the same arguments; None calls `ask_all`.
 
     Returns:
       One result per source, in order.
 
     Raises:
-      UsageError: a text cannot be encoded, a continuation is longer than the model can read, or
-        another process on this host is computing the same answers for the same folder.
+      UsageError: see `ask_all`, or another process on this host is computing the same answers for
+        the same folder.
     """
-    source_requests = [
-        ask(source, subject.tokenizer, subject.scorer.max_length, stride) for source in sources
-    ]
-    for source, requests, _ in source_requests:
-        subject.scorer.check(source.name, requests)
+    source_requests = ask_all(subject, sources, stride) if asked is None else asked
     count = sum(len(requests.requests) for requests in source_requests)
     with _Progress(subject.name, count) as progress, contextlib.ExitStack() as outputs:
         pending = []
@@ -129,9 +153,9 @@ def evaluate(
         for source in pending:
             if source.unanswered and source.cut:
                 progress.log(
-                    f"note: {source.source.name}: {source.cut} of {len(source.requests)} contexts "
-                    f"exceed --max_length={subject.scorer.max_length} tokens; their beginnings are "
-                    "cut off"
+                    f"note: {subject.name}: {source.cut} of {len(source.requests)} contexts of "
+                    f"{source.source.name} exceed the {subject.scorer.max_length} tokens that the "
+                    "model reads at once (--max_length); their beginnings are cut off"
                 )
         _answer(subject.scorer, pending, progress)
     return [source.result() for source in pending]

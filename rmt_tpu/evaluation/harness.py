@@ -83,7 +83,7 @@ class RmtTpu(TemplateLM):
             batch_tokens=batch_tokens,
         )
         self._tokenizer, self._scorer = subject.tokenizer, subject.scorer
-        self._decoder, self._folder = subject.decoder, subject.folder
+        self._decoder, self._folder, self._limit = subject.decoder, subject.folder, subject.limit
         # The format is looked up once, because a folder on gs:// answers by requests.
         self._is_hub = is_hub(subject.folder)
         self._template: ChatTemplate | None = None
@@ -225,7 +225,8 @@ class RmtTpu(TemplateLM):
         """
         if not requests:
             return []
-        self._scorer.check("the task", requests)
+        # lm-evaluation-harness has one flag for all arguments of a model.
+        self._scorer.check("the task", requests, "model_args max_length", self._limit)
         if cut := self._scorer.cut(requests):
             _LOG.warning(
                 "%d of %d contexts exceed max_length=%d tokens; their beginnings are cut off",

@@ -74,6 +74,7 @@ class Scorer(NamedTuple):
       tokens: a number that must divide the number of tokens in a row.
       batch_tokens: the approximate number of tokens per batch.
       vocab_size: the number of embeddings, which limits the token ids; None allows all ids.
+      positions: the number of learned positions, which limits `max_length`; None sets no limit.
     """
 
     scores: Callable[[Any, Any], TokenScores]
@@ -82,6 +83,7 @@ class Scorer(NamedTuple):
     tokens: int = 1
     batch_tokens: int = BATCH_TOKENS
     vocab_size: int | None = None
+    positions: int | None = None
 
     @classmethod
     def of(cls, decoder: Decoder, max_length: int, batch_tokens: int = BATCH_TOKENS) -> "Scorer":
@@ -95,7 +97,8 @@ class Scorer(NamedTuple):
           MeshError: `max_length` cannot be divided over the devices.
         """
         check_length(decoder.config, max_length)
-        vocab_size = decoder.config.vocab_size
+        limits = {"vocab_size": decoder.config.vocab_size}
+        limits["positions"] = _num_positions(decoder.config)
         if (mesh := mesh_of(decoder)) is not None:
             decoder = repeat_key_heads(decoder, mesh)
         params = nnx.state(decoder, nnx.Param)
@@ -104,7 +107,7 @@ class Scorer(NamedTuple):
         if mesh is None:
             compiled = jax.jit(partial(_scores, graphdef))
             scores = partial(compiled, params)
-            return cls(scores, max_length, batch_tokens=batch_tokens, vocab_size=vocab_size)
+            return cls(scores, max_length, batch_tokens=batch_tokens, **limits)
         sharding.check_divides(mesh, "--max_length", max_length, "tokens")
         specs = jax.tree.map(lambda x: x.sharding.spec, params)
         batch_spec = PartitionSpec(sharding.RULES["batch"])
@@ -127,7 +130,7 @@ class Scorer(NamedTuple):
             # Ring attention divides a row into two parts per device.
             2 * tokens if tokens > 1 else 1,
             batch_tokens * rows,
-            vocab_size,
+            **limits,
         )
 
     def answers(self, requests: Sequence[Request]) -> Iterator[dict[int, Answer]]:
@@ -161,23 +164,35 @@ class Scorer(NamedTuple):
         if running is not None:
             yield _answers(running, running_scores, requests)
 
-    def check(self, name: str, requests: Sequence[Request], flag: str = "max_length") -> None:
+    def check(
+        self,
+        name: str,
+        requests: Sequence[Request],
+        flag: str = "max_length",
+        limit: str | None = None,
+    ) -> None:
         """Check that no continuation of a task exceeds `max_length` tokens.
 
         Args:
           name: the name of the task.
           requests: the requests of the task.
-          flag: the command-line flag that set the length, for error messages.
+          flag: the command-line flag that sets the length, for error messages.
+          limit: the subject of the error message, which tells the length; None is the flag with
+            its value.
 
         Raises:
           UsageError: a continuation is longer.
         """
         longest = max(len(request.continuation) for request in requests)
-        if longest > self.max_length:
-            raise UsageError(
-                f"--{flag}={self.max_length} is less than the {longest} tokens of the longest "
-                f"continuation of {name}; legal: {longest} or more"
-            )
+        if longest <= self.max_length:
+            return
+        legal = f"--{flag}={longest} or more"
+        if self.positions is not None and longest > self.positions:
+            legal = f"a task that fits in the model's {self.positions} learned positions"
+        raise UsageError(
+            f"{limit or f'--{flag}={self.max_length}'} is less than the {longest} tokens of the "
+            f"longest continuation of {name}; legal: {legal}"
+        )
 
     def cut(self, requests: Sequence[Request]) -> int:
         """Return the number of requests whose context is cut because they exceed `max_length`."""
@@ -209,14 +224,20 @@ class Scorer(NamedTuple):
         return self.scores(tokens, targets)
 
 
-def check_length(model: Any, max_length: int) -> None:
-    """Raise UsageError unless the model can read `max_length` tokens."""
-    learned = model.learned_positions
-    if learned is not None and max_length > learned.max_length:
+def check_length(model: Any, max_length: int, name: str = "the model") -> None:
+    """Raise UsageError unless a model can read `max_length` tokens; `name` is for the message."""
+    positions = _num_positions(model)
+    if positions is not None and max_length > positions:
         raise UsageError(
-            f"--max_length={max_length} is more than the model's {learned.max_length} learned "
-            f"positions; legal: 1 to {learned.max_length}"
+            f"--max_length={max_length} is more than {name}'s {positions} learned positions; "
+            f"legal: 1 to {positions}"
         )
+
+
+def _num_positions(model: Any) -> int | None:
+    """Return the number of a model's learned positions, or None if it has none."""
+    learned = model.learned_positions
+    return None if learned is None else learned.max_length
 
 
 def fingerprint(decoder: Decoder) -> str:

@@ -18,7 +18,7 @@ from rmt_tpu.data.marked import without_marks
 from rmt_tpu.decoder import Decoder
 from rmt_tpu.errors import UsageError
 from rmt_tpu.evaluation.evaluate import Subject
-from rmt_tpu.evaluation.scorer import BATCH_TOKENS, Scorer, fingerprint
+from rmt_tpu.evaluation.scorer import BATCH_TOKENS, Scorer, check_length, fingerprint
 from rmt_tpu.evaluation.scores import TokenScores
 from rmt_tpu.generation import cast_once
 from rmt_tpu.runs.loading import load_step
@@ -56,13 +56,16 @@ def run_subject(
       MeshError: there are fewer devices than the mesh needs, or the mesh cannot divide the model.
     """
     decoder, tokenizer, step, seq_len = load_step(workdir, step, mesh=mesh)
-    folder = open_folder(workdir)
-    max_length = max_length or seq_len
+    folder, limit = open_folder(workdir), None
+    if max_length is None:
+        max_length = seq_len
+        limit = f"{folder} reads {seq_len} tokens at once (its training length), which"
+    check_length(decoder.config, max_length, str(folder))
     identity = {"weights": fingerprint(decoder), "step": step, "dtype": decoder.dtype.name}
     decoder = cast_once(decoder)
     scorer = Scorer.of(decoder, max_length, batch_tokens)
     identity |= _input_identity(tokenizer, scorer)
-    return Subject(folder.name, scorer, tokenizer, identity, folder, decoder)
+    return Subject(folder.name, scorer, tokenizer, identity, folder, decoder, limit)
 
 
 def untrained(workdir: Location, subject: Subject) -> Subject:

@@ -80,6 +80,22 @@ def test_a_folder_of_the_hub_is_compared_and_left_as_it_is(data_dir, tmp_path):
     assert results["hub"][0]["metrics"] == results["own"][0]["metrics"]
 
 
+def test_a_model_that_cannot_read_a_task_is_named_before_the_first_is_run(
+    trained, data_dir, tmp_path
+):
+    """The run could be scored; the model to compare with was made for 3 tokens."""
+    vector = {"num_heads": 4, "inverse_layer_scaling": False, "positions": Rope()}
+    decoder = models.byte_decoder(kind="vector", **vector)
+    export(decoder, ByteTokenizer(), tmp_path / "short", max_length=3, kind="rmt_tpu")
+    task = ("--tasks=lambada_openai", f"--data_dir={data_dir}", f"--output={tmp_path}/out")
+    error = cli.fail("evaluate", f"--workdir={trained}", f"--against={tmp_path}/short", *task)
+    assert error.startswith(
+        f"error: {tmp_path}/short reads 3 tokens at once (its training length), which is less than "
+        "the 6 tokens of the longest continuation of lambada_openai; legal: --max_length=6 or more"
+    )
+    assert not list((tmp_path / "out").iterdir())
+
+
 def test_where_results_cannot_be_written_nothing_is_read(data_dir, tmp_path):
     """The folder of --output is tried first; it is below a file."""
     output = f"--output={data_dir}/piqa.jsonl/out"
@@ -103,7 +119,7 @@ REFUSED = {
         ["--tasks=lambada_openai", "--data_dir={data}", "--max_length=3"],
         [
             "--max_length=3",
-            "6 tokens of the longest continuation of lambada_openai; legal: 6 or more",
+            "6 tokens of the longest continuation of lambada_openai; legal: --max_length=6 or",
         ],
     ),
     "no other": (

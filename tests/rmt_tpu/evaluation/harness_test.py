@@ -49,6 +49,7 @@ def test_the_format_of_a_folder_in_a_bucket(harness, server, monkeypatch, config
         tokenizer=ByteTokenizer(),
         scorer=None,
         decoder=None,
+        limit=None,
         folder=open_folder(f"gs://{server.bucket}/model"),
     )
     monkeypatch.setattr(subjects, "run_subject", lambda *args, **options: subject)

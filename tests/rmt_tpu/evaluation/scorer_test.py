@@ -125,8 +125,13 @@ def test_what_is_too_long(decoder):
     with pytest.raises(UsageError, match="--max_length=97 is more than the model's 96 learned pos"):
         Scorer.of(decoder, 97)
     scorer = Scorer.of(decoder, 39)
-    with pytest.raises(UsageError, match="--max_length=39 is less than the 95 tokens of the .* x;"):
+    words = r"--max_length=39 is less than the 95 tokens of the .* x; legal: --max_length=95 or"
+    with pytest.raises(UsageError, match=words):
         scorer.check("x", requests())
+    words = r"^runs/a reads 39 tokens, which is less than the 95 .*legal: a task that fits in .* 64"
+    with pytest.raises(UsageError, match=words):
+        limited = scorer._replace(positions=64)
+        limited.check("x", requests(), limit="runs/a reads 39 tokens, which")
     scorer.check("x", requests()[:1])
 
 
