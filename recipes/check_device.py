@@ -71,7 +71,8 @@ def main() -> int:
         if output is not None:
             values = device_check.record(rows, rates, device)
             text = json.dumps(values, indent=1, allow_nan=False) + "\n"
-            output.write_text(text, encoding="utf-8")
+            with local.writing("output", _OUTPUT.value):
+                output.write_text(text, encoding="utf-8")
     wrong = sum(not row.ok for row in rows)
     print(f"{device.device_kind}, jax {jax.__version__}")
     if on_cpu:

@@ -243,6 +243,7 @@ class _PlanTrainer:
                 f"--commands cannot be used for runs that grow during training, like {grows[0]}; "
                 "legal: train them here, without --commands"
             )
+        script = local.file("commands", _COMMANDS.value)
         with local.writing("commands", script):
             write_commands(runs, script)
         if runs:

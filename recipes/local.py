@@ -7,7 +7,7 @@ import contextlib
 from collections.abc import Iterator
 from pathlib import Path
 
-from rmt_tpu.errors import UsageError
+from rmt_tpu.errors import RunError, UsageError
 
 
 def path(flag: str, value: str) -> Path:
@@ -34,7 +34,7 @@ def folder(flag: str, value: str) -> Path:
       UsageError: the value is a URL, or the folder cannot be created.
     """
     made = path(flag, value)
-    with writing(flag, value):
+    with _errors(flag, value, UsageError):
         made.mkdir(parents=True, exist_ok=True)
     return made
 
@@ -48,7 +48,7 @@ def file(flag: str, value: str) -> Path:
       UsageError: the value is a URL, or the file cannot be written.
     """
     found = path(flag, value)
-    with writing(flag, value):
+    with _errors(flag, value, UsageError):
         found.parent.mkdir(parents=True, exist_ok=True)
         with found.open("a", encoding="utf-8"):
             return found
@@ -56,8 +56,20 @@ def file(flag: str, value: str) -> Path:
 
 @contextlib.contextmanager
 def writing(flag: str, value: object) -> Iterator[None]:
-    """Turn an OSError into a UsageError about the flag whose file or folder is written."""
+    """Turn an OSError into a RunError about the flag whose file or folder is written.
+
+    `folder` or `file` has found before that it can be written. Since then, the disk may have become
+    full.
+    """
+    with _errors(flag, value, RunError):
+        yield
+
+
+@contextlib.contextmanager
+def _errors(flag: str, value: object, kind: type[Exception]) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise UsageError(f"--{flag}={value} cannot be written: {error.strerror}") from None
+        # `mkdir` says "File exists" about a file in the place of a folder.
+        why = "Not a directory" if isinstance(error, FileExistsError) else error.strerror
+        raise kind(f"--{flag}={value} cannot be written: {why}") from None

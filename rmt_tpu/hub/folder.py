@@ -2,7 +2,9 @@
 
 import contextlib
 import json
+import os
 import shutil
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,7 +17,7 @@ from flax import nnx
 import sharding
 from rmt_tpu import data
 from rmt_tpu.decoder import Decoder
-from rmt_tpu.errors import ArgumentError, UsageError
+from rmt_tpu.errors import ArgumentError, RunError, UsageError
 from rmt_tpu.generation.placement import parameter_shardings
 from rmt_tpu.hub import own, tokens, weights
 from rmt_tpu.hub.families import FAMILIES
@@ -83,12 +85,14 @@ def _read(folder: Location, described: Description, shapes: Any, shardings: Any 
 def new_folder(folder: str | Path) -> Path:
     """Return the absolute path of the local folder for an export, without creating it.
 
+    The first folder above it that exists is checked by creating a temporary folder there.
+
     Args:
       folder: the folder, in which `~` stands for the home folder. It may contain the unfinished
         files of a killed export, which the next export deletes.
 
     Raises:
-      UsageError: the folder is not local, not empty, or cannot be read.
+      UsageError: the folder is not local, not empty, or cannot be read or written.
     """
     if "://" in str(folder):
         raise UsageError(f"{folder} is not a local folder; legal: a new or empty local folder")
@@ -96,6 +100,9 @@ def new_folder(folder: str | Path) -> Path:
     try:
         if path.exists() and not all(map(_is_left, path.iterdir())):
             raise UsageError(f"{folder} is not empty; legal: a new or empty folder")
+        there = next(place for place in (path, *path.parents) if os.path.lexists(place))
+        with tempfile.TemporaryDirectory(dir=there):
+            pass
     except OSError as error:
         raise UsageError(f"{folder} cannot be written: {error.strerror}") from None
     return path
@@ -162,9 +169,10 @@ def export(
       template: the chat template of the model, or None.
 
     Raises:
-      UsageError: the hub's format cannot express the model, the folder cannot be written, or the
+      UsageError: the hub's format cannot express the model, `new_folder` refuses the folder, or the
         template cannot be compiled.
       ArgumentError: `dtype` is unknown, or cannot express a number of a tensor.
+      RunError: a file cannot be written, for example because the disk is full.
     """
     if dtype not in DTYPES:
         raise ArgumentError(f"dtype={dtype} cannot be written; legal: {', '.join(DTYPES)}")
@@ -198,4 +206,4 @@ def export(
                 text = json.dumps(files[name], indent=2) + "\n"
                 (unfinished / name).write_text(text, encoding="utf-8")
     except OSError as error:
-        raise UsageError(f"{folder} cannot be written: {error.strerror}") from None
+        raise RunError(f"{folder} cannot be written: {error.strerror}") from None

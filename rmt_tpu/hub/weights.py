@@ -395,8 +395,9 @@ def write(
       dtype: the dtype of the written tensors, except pieces with `exact`, which are float32.
 
     Raises:
-      UsageError: safetensors is not installed, or a file cannot be written.
+      UsageError: safetensors is not installed.
       ArgumentError: `dtype` cannot express a number of a tensor.
+      RunError: a file cannot be written.
     """
     try:
         from safetensors import SafetensorError
@@ -429,7 +430,7 @@ def write(
             save_file(tensors, folder / file, metadata={"format": "pt"})
         except SafetensorError as error:  # The disk may be full.
             reason = " ".join(str(error).split())
-            raise UsageError(f"{folder / file} cannot be written: {reason}") from None
+            raise RunError(f"{folder / file} cannot be written: {reason}") from None
         (folder / file).chmod(mode)
         files |= dict.fromkeys(tensors, file)
     if not single:

@@ -19,6 +19,13 @@ def test_check(tmp_path):
     assert all(row["ok"] and row["implementation"] == "xla" for row in rows)
 
 
+def test_a_full_disk_is_a_failure_in_one_line():
+    done = cli.run("check_device", "--op=logits", "--notime", "--output=/dev/full")
+    line = "error: --output=/dev/full cannot be written: No space left on device"
+    assert done.returncode == 1 and done.stderr.splitlines()[-1] == line
+    assert "Traceback" not in done.stderr
+
+
 # A result that is twice what it has to be.
 WRONG = """
 import dataclasses, sys

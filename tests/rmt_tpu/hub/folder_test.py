@@ -334,6 +334,8 @@ def test_the_folder_of_an_export(tmp_path, monkeypatch):
     for folder, words in (
         ("gs://bucket/hub", "gs://bucket/hub is not a local folder; legal: a new or empty local"),
         ("file", "file cannot be written: Not a directory"),
+        ("file/new", "file/new cannot be written: Not a directory"),
+        ("/proc/new/hub", "/proc/new/hub cannot be written: "),
         ("hub", "hub is not empty; legal: a new or empty folder"),
     ):
         with pytest.raises(UsageError, match=f"^{words}"):
@@ -347,7 +349,7 @@ def test_a_disk_without_room_is_told(tmp_path):
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (2000, hard))  # bytes
     try:
-        with pytest.raises(UsageError) as told:
+        with pytest.raises(RunError) as told:
             export(made(model()), ByteTokenizer(), tmp_path / "hub", max_length=64)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
