@@ -155,12 +155,10 @@ def _output_file(flag: flags.FlagHolder, ending: str) -> tuple[Any, str] | None:
         return None
     if not flag.value.endswith(ending):
         raise UsageError(f"--{flag.name}={flag.value} must end in {ending}")
-    from rmt_tpu.storage import open_parent
+    from rmt_tpu.storage import writable_file
 
     with flag_errors(flag.name):
-        folder, name = open_parent(flag.value)
-        folder.check(write=True)
-    return folder, name
+        return writable_file(flag.value)
 
 
 def _log(line: str) -> None:

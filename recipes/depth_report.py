@@ -23,8 +23,9 @@ import itertools
 from absl import flags
 
 from recipes import program, trained
+from rmt_tpu.config import RunConfig
 from rmt_tpu.errors import UsageError, arguments_as_flags, flag_errors
-from rmt_tpu.storage import Fault, Folder, open_folder
+from rmt_tpu.storage import Folder, open_folder, writable_file
 
 _WORKDIR = flags.DEFINE_list(
     "workdir", None, "run folders of recipes.train, local or gs://", required=True
@@ -44,6 +45,7 @@ _OUTPUT = flags.DEFINE_string(
 def main() -> int:
     """Compare the models in --workdir over depth, write a picture and numbers, and return 0."""
     from rmt_tpu.analysis.depth import write_report
+    from rmt_tpu.runs.workdir import read_config
 
     for flag in (_BATCHES, _BATCH_SIZE):
         if flag.value < 1:
@@ -55,35 +57,45 @@ def main() -> int:
             f"--workdir={','.join(_WORKDIR.value)} is empty or repeats a run folder; "
             "legal: one or more different folders"
         )
+    with arguments_as_flags():
+        configs = [read_config(w) for w in workdirs]
     folder, name = _picture(workdirs[0])
-    profiles = {n: _profile(w) for n, w in zip(trained.names(workdirs), workdirs, strict=True)}
-    try:
-        print(write_report(profiles, folder, name))
-    except Fault as fault:
-        raise UsageError(f"--output={folder}/{name} cannot be written: {fault}") from None
+    named = zip(trained.names(workdirs), workdirs, configs, strict=True)
+    profiles = {name_of_run: _profile(w, config) for name_of_run, w, config in named}
+    print(write_report(profiles, folder, name))
     print(f"picture: {folder}/{name}")
     return 0
 
 
 def _picture(workdir: Folder) -> tuple[Folder, str]:
-    """Return the folder and the file name of the picture to write."""
+    """Return the folder and the file name of the picture, after a check that it can be written.
+
+    Args:
+      workdir: the first run folder, which is known to have a run.
+
+    Raises:
+      UsageError: the name does not end in .png, or the file cannot be written.
+    """
     if _OUTPUT.value is None:
+        try:
+            workdir.check(write=True)
+        except UsageError as error:
+            raise UsageError(
+                f"--workdir={error}; legal: --output with a .png file for the picture"
+            ) from None
         return workdir.child("plots"), "depth.png"
-    folder, _, name = _OUTPUT.value.rpartition("/")
-    if not name.endswith(".png"):
+    if not _OUTPUT.value.endswith(".png"):
         raise UsageError(f"--output={_OUTPUT.value} must end in .png")
     with flag_errors("output"):
-        return open_folder(folder or ("/" if _OUTPUT.value.startswith("/") else ".")), name
+        return writable_file(_OUTPUT.value)
 
 
-def _profile(workdir: Folder):
+def _profile(workdir: Folder, config: RunConfig):
     import rmt_tpu
     from rmt_tpu.analysis.depth import measure
     from rmt_tpu.data.datasets import load_datasets
-    from rmt_tpu.runs.workdir import read_config
 
     with arguments_as_flags():
-        config = read_config(workdir)
         decoder, tokenizer = rmt_tpu.load(workdir, _STEP.value)
     small = dataclasses.replace(config.train, batch_size=_BATCH_SIZE.value, accumulate=1)
     held_out = load_datasets(dataclasses.replace(config, train=small), tokenizer).held_out

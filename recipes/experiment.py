@@ -35,7 +35,7 @@ from rmt_tpu.config import RunConfig, overrides
 from rmt_tpu.errors import RunError, UsageError, flag_errors
 from rmt_tpu.experiments import catalog
 from rmt_tpu.experiments.plan import Experiment, Page, Plan, before_growth
-from rmt_tpu.storage import Folder, open_folder
+from rmt_tpu.storage import Folder, open_folder, open_parent, writable_file
 
 # Maps each scale to the compute dtype that replaces "auto", whose dtype depends on the machine.
 _DTYPES = {"tiny": "float32", "paper": "bfloat16"}
@@ -262,15 +262,13 @@ class _PlanTrainer:
 
 def _outcomes_file(path: str) -> tuple[Folder, str]:
     """Return the folder and the file name in --outcomes."""
-    name = path.rpartition("/")[2]
     with flag_errors("outcomes"):
-        folder = open_folder(path.removesuffix(name) or ".")
+        folder, name = open_parent(path)
     local = folder.local_path
     if not name or (local is not None and os.path.isdir(local / name)):
         raise UsageError(f"--outcomes={path} is a folder; legal: a new or existing file")
     with flag_errors("outcomes"):
-        folder.check(write=True)
-    return folder, name
+        return writable_file(path)
 
 
 def _write(experiment: Experiment, page: Page | None, folder: Folder, folder_of_run) -> int:

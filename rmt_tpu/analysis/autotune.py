@@ -21,7 +21,7 @@ from rmt_tpu.estimator import versions
 from rmt_tpu.estimator.search import Rating, Refusal, SearchResult, Timing, Trial, search
 from rmt_tpu.estimator.spaces import SPACES, Problem
 from rmt_tpu.estimator.tuning import RATING
-from rmt_tpu.storage import open_parent
+from rmt_tpu.storage import open_parent, writable_file
 
 RateCandidate = Callable[[Problem, tuned.Blocks], Rating | Refusal]
 TimeCandidates = Callable[[Problem, Sequence[tuned.Blocks]], Mapping[tuned.Blocks, Timing]]
@@ -175,7 +175,7 @@ def check_table(out: str) -> None:
     local = folder.local_path
     if not name or (local is not None and os.path.isdir(local / name)):
         raise UsageError(f"{out} is a folder; legal: the path of a JSON file")
-    folder.check(write=True)
+    writable_file(out)
     try:
         table = kernel_tables.read(out)
     except RunError as error:

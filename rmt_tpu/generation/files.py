@@ -10,7 +10,7 @@ from typing import Any
 from rmt_tpu.errors import UsageError, shown
 from rmt_tpu.generation.sampling import Sampling
 from rmt_tpu.runs.presence import announce_writer
-from rmt_tpu.storage import Fault, Folder, Found, open_parent
+from rmt_tpu.storage import Fault, Folder, Found, open_parent, writable_file
 
 # The beginning of each line of an `Output`, which is all that an interrupted line may have.
 _BEGINNING = '{"number": '
@@ -63,7 +63,7 @@ class Output:
       location: the path of the file, local or on gs://.
 
     Raises:
-      UsageError: the file cannot be written, or it has lines that another command wrote: their
+      UsageError: the file cannot be read, or it has lines that another command wrote: their
         "number" is missing or is not an integer of at least 0, or they are not JSON and do not
         begin like a line that was interrupted.
     """
@@ -71,7 +71,6 @@ class Output:
     def __init__(self, location: str):
         self.location = location
         self._folder, self._name = _split(location)
-        self._folder.check(write=True)
         file = _read(self._folder, self._name, location, limit=2**32)
         text = file.data.decode(errors="replace") if file else ""
         # If an interrupted run left an incomplete last line, the next line must begin on a new
@@ -121,10 +120,11 @@ def open_output(location: str, log: Callable[[str], None]) -> Iterator[Output]:
       log: a function that prints a line.
 
     Raises:
-      UsageError: see `Output`, or another process on this host appends to the file; see
-        `presence.announce_writer`.
+      UsageError: see `Output`, or the file cannot be written, or another process on this host
+        appends to the file; see `presence.announce_writer`. The message begins with `location`.
     """
     _split(location)  # This call raises an error if the location names no file.
+    writable_file(location)
     with announce_writer(location, log):
         yield Output(location)
 

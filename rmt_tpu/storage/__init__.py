@@ -7,7 +7,14 @@ file as a stream.
 """
 
 from rmt_tpu.storage.folder import Fault, Folder, Found, Object, Unavailable, faults, join
-from rmt_tpu.storage.open import Location, find_objects, open_folder, open_object, open_parent
+from rmt_tpu.storage.open import (
+    Location,
+    find_objects,
+    open_folder,
+    open_object,
+    open_parent,
+    writable_file,
+)
 
 __all__ = [
     "Fault",
@@ -22,4 +29,5 @@ __all__ = [
     "open_folder",
     "open_object",
     "open_parent",
+    "writable_file",
 ]

@@ -49,10 +49,32 @@ def open_parent(location: str) -> tuple[Folder, str]:
     The name is "" if the path ends with a slash.
 
     Raises:
-      UsageError: see `open_folder`.
+      UsageError: see `open_folder`. The message has the path of the file.
     """
     parent, name = os.path.split(os.path.expanduser(location))
-    return open_folder(parent or "."), name
+    try:
+        return open_folder(parent or "."), name
+    except UsageError as error:
+        message = str(error)
+        if message.startswith(repr(parent)):
+            message = repr(location) + message.removeprefix(repr(parent))
+        raise UsageError(message) from None
+
+
+def writable_file(location: str) -> tuple[Folder, str]:
+    """Split a local or gs:// path of a file, and check that files can be written to its folder.
+
+    Raises:
+      UsageError: see `open_folder`, or nothing can be written to the folder. In the second case,
+        the message begins with `location`.
+    """
+    folder, name = open_parent(location)
+    try:
+        folder.check(write=True)
+    except UsageError as error:
+        reason = str(error).removeprefix(folder.url)
+        raise UsageError(f"{location}{reason}") from None
+    return folder, name
 
 
 def find_objects(url: str) -> list[Object]:

@@ -42,8 +42,11 @@ from tests import cli
             ["--op=attention", "--target=v5e"],
             "--out, the file for the table, is needed when RMT_TPU_TUNED is off",
         ),
-        (["--op=attention", "--target=v5e", "--out=/proc/t.json"], "--out=/proc cannot be written"),
-        (["--op=attention", "--target=v5e", "--out=s3://b/t.json"], "--out='s3://b' cannot be op"),
+        (
+            ["--op=attention", "--target=v5e", "--out=/proc/t.json"],
+            "--out=/proc/t.json cannot be written",
+        ),
+        (["--op=attention", "--target=v5e", "--out=s3://b/t.json"], "--out='s3://b/t.json' cannot"),
     ],
 )
 def test_errors_are_one_line(flags, words):

@@ -71,18 +71,36 @@ ERRORS = {
     "output": (["--workdir={run}", "--output={run}/depth.pdf"], ["--output=", ".png"]),
     "no folder": (
         ["--workdir={run}", "--output={run}/config.json/x.png", *REPORT],
-        ["--output=", "config.json/x.png cannot be written"],
+        ["--output={run}/config.json/x.png cannot be written to: "],
     ),
 }
 
 
 @pytest.mark.parametrize(
     "flags, pieces",
-    [
-        pytest.param(*case, id=name, marks=pytest.mark.slow if name == "no folder" else ())
-        for name, case in ERRORS.items()
-    ],
+    [pytest.param(*case, id=name) for name, case in ERRORS.items()],
 )
 def test_usage(flags, pieces, trained):
     error = cli.fail("depth_report", *(flag.replace("{run}", str(trained)) for flag in flags))
-    assert all(piece in error for piece in pieces), error
+    assert all(piece.replace("{run}", str(trained)) in error for piece in pieces), error
+
+
+READ_ONLY = """
+from rmt_tpu.errors import UsageError
+from rmt_tpu.storage.local import LocalFolder
+def check(self, *, write=False):
+    if write:
+        raise UsageError(f"{self.url} cannot be written to: Read-only file system")
+LocalFolder.check = check
+"""
+
+
+def test_a_read_only_run_is_told_before_a_checkpoint_is_read(trained):
+    """The run has no checkpoint of step 2."""
+    process = cli.start("depth_report", f"--workdir={trained}", "--step=2", first=READ_ONLY)
+    error = process.communicate()[1]
+    assert process.returncode == 2
+    assert error == (
+        f"error: --workdir={trained} cannot be written to: Read-only file system; legal: --output "
+        "with a .png file for the picture\n"
+    )

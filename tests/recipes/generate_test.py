@@ -155,7 +155,7 @@ def test_a_file_of_prompts(trained, loaded, tmp_path):
             "bad.jsonl:2 is not a JSON object with",
         ),
         (["--prompts={good}", "--output={good}"], "good is the file of --prompts; legal: another"),
-        (["--prompts={good}", "--output=/proc/x"], "--output=/proc cannot be written"),
+        (["--prompts={good}", "--output=/proc/x"], "--output=/proc/x cannot be written"),
         (["--prompts={long}", "--output={out}"], "--prompts: prompt 2 has 101 tokens"),
         (["--prompts={good}", "--output={foreign}"], "samples with model='9-a', and this command"),
     ],

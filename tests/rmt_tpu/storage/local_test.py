@@ -5,13 +5,22 @@ import os
 import pytest
 
 from rmt_tpu.errors import UsageError
-from rmt_tpu.storage import open_folder
+from rmt_tpu.storage import open_folder, writable_file
 
 PATHS = {
     "backslash": ("a\\b", r"^'a\\\\b' cannot be opened: it has a backslash; legal: a path without"),
     "NUL": ("a\0b", r"cannot be opened: it has a NUL; legal"),
     "not UTF-8": (os.fsdecode(b"d\xd0/e"), r"cannot be opened: Python does not read file names"),
 }
+
+
+def test_a_file_that_cannot_be_written_is_named_as_it_was_given(tmp_path):
+    assert writable_file(f"{tmp_path}/new/a.jsonl")[1] == "a.jsonl"
+    (tmp_path / "file").touch()
+    with pytest.raises(UsageError, match=f"^{tmp_path}/file/a.jsonl cannot be written to: "):
+        writable_file(f"{tmp_path}/file/a.jsonl")
+    with pytest.raises(UsageError, match="^'s3://b/a.jsonl' cannot be opened; legal: a local path"):
+        writable_file("s3://b/a.jsonl")
 
 
 @pytest.mark.parametrize("name, message", PATHS.values(), ids=PATHS)
