@@ -74,15 +74,15 @@ def load_saved(folder: Location) -> Tokenizer:
     """Load the tokenizer that `Tokenizer.save` wrote into a folder.
 
     Raises:
-      UsageError: the folder has no tokenizer, or its file is damaged.
+      UsageError: the folder has no tokenizer, or its file is damaged. The message begins with the
+        folder.
     """
     folder = open_folder(folder)
     found = folder.read(FILE)
     if found is None:
-        raise UsageError(f"{folder.url!r} has no {FILE}; legal: the folder of a run")
-    name = f"{folder.url}/{FILE}"
-    with _named(repr(name)):
-        return _from_json(name, found.data)
+        raise UsageError(f"{folder}: {FILE} is missing")
+    with _named(f"{folder}: {FILE}"):
+        return _from_json(f"{folder}/{FILE}", found.data)
 
 
 @contextlib.contextmanager

@@ -13,7 +13,7 @@ import sharding
 from rmt_tpu import kernel_tables, memory
 from rmt_tpu.data import Tokenizer, load_saved
 from rmt_tpu.decoder import Decoder
-from rmt_tpu.errors import ArgumentError, RunError, argument_errors
+from rmt_tpu.errors import ArgumentError, RunError, UsageError, argument_errors
 from rmt_tpu.generation.placement import parameter_shardings
 from rmt_tpu.hub import folder as hub_folder
 from rmt_tpu.hub.models import describe, is_hub
@@ -62,7 +62,8 @@ def load_step(workdir: Location, step: int | None = None, *, mesh: str | None = 
       The decoder, with its tokenizer and step.
 
     Raises:
-      ArgumentError: there is no run in the folder, or no such step.
+      ArgumentError: there is no run in the folder, or no such step, or its tokenizer is missing or
+        damaged.
       MeshError: there are not enough devices, or the model cannot be sharded over the mesh.
       RunError: no checkpoint of the run can be read, a weight is not finite, or there is not enough
         memory.
@@ -89,9 +90,19 @@ def load_step(workdir: Location, step: int | None = None, *, mesh: str | None = 
         check_config_meta(folder, config, step, meta, "model.")
     _check_finite(state["params"], f"step {step} of {folder}")
     decoder = nnx.merge(graphdef, state["params"])
-    tokenizer = load_saved(folder)
+    tokenizer = _tokenizer(folder)
     tokenizer.starts, tokenizer.ends = text_ends.load(folder, tokenizer, config.model.vocab_size)
     return Loaded(decoder, tokenizer, step, config.data.seq_len)
+
+
+def _tokenizer(folder: Folder) -> Tokenizer:
+    try:
+        return load_saved(folder)
+    except UsageError as error:
+        reason = str(error).partition("; legal: ")[0]
+        raise ArgumentError(
+            f"workdir={reason}; repeat the run's training command, which writes it again"
+        ) from None
 
 
 def identity(workdir: Location, step: int | None = None) -> tuple[int | str, Any]:

@@ -3,6 +3,7 @@
 Who changes the format, the names or the order of parameters without a reader breaks this.
 """
 
+import shutil
 import zipfile
 from pathlib import Path
 
@@ -13,7 +14,7 @@ import pytest
 
 import rmt_tpu
 import sharding
-from rmt_tpu.errors import RunError
+from rmt_tpu.errors import ArgumentError, RunError
 from rmt_tpu.runs import loading, workdir
 from rmt_tpu.storage import open_folder
 from rmt_tpu.training.run import prepare
@@ -53,6 +54,20 @@ def test_weights_that_are_not_finite_are_told_by_name(run, monkeypatch):
     monkeypatch.setattr(loading, "restore_grown", damaged)
     with pytest.raises(RunError, match="step 4 of .*: final_site/.* numbers that are not finite; "):
         rmt_tpu.load(run)
+
+
+def test_a_tokenizer_that_is_missing_or_damaged_is_told_with_its_remedy(run, tmp_path):
+    folder = shutil.copytree(run, tmp_path / "run")
+    remedy = "; repeat the run's training command, which writes it again$"
+    for damage, words in (
+        (lambda file: file.write_bytes(b""), r": the tokenizer cannot be read \(Expecting .*\)"),
+        (lambda file: file.unlink(), " is missing"),
+    ):
+        damage(folder / "tokenizer.json")
+        with pytest.raises(
+            ArgumentError, match=f"^workdir={folder}: tokenizer.json{words}{remedy}"
+        ):
+            rmt_tpu.load(folder)
 
 
 def test_its_training_state_is_all_of_todays(run):
