@@ -10,8 +10,9 @@ products, attention, collectives, launches and the time of the step. Times are e
 compiler's output (see docs/benchmarks/peers.md), not measurements.
 
 The command needs Python 3.12, the TPU compiler (`pip install 'jax[tpu]'`) and MaxText
-(`pip install 'rmt_tpu[peers]'`). A step takes one to four minutes to compile. Each finished step is
-kept in --workdir, so that the same command continues after an interruption.
+(`pip install 'rmt_tpu[peers]'`). A step takes one to four minutes to compile, and MaxText's for v6e
+about forty. Each finished step is kept in --workdir, so that the same command continues after an
+interruption.
 """
 
 import importlib.metadata

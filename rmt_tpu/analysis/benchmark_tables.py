@@ -139,8 +139,11 @@ def _gpu_programs() -> Source:
     return Source(shown, parts, taking, "", _GPU_PROGRAMS, kept)
 
 
-def _peers(parts: tuple[str, ...], layout: str = "") -> Source:
-    """Return rows of the comparison with MaxText, on one chip or on a slice of this layout."""
+def _peers(parts: tuple[str, ...], layout: str = "", compiles: int = 3) -> Source:
+    """Return rows of the comparison with MaxText, on one chip or on a slice of this layout.
+
+    Each side tries up to `compiles` choices.
+    """
     command = "python -m recipes.peer_report"
     chips = dict.fromkeys(part.split("@")[1] + layout for part in parts)
     # The part of a name before "@" is the preset and the number of tokens per sequence.
@@ -148,8 +151,9 @@ def _peers(parts: tuple[str, ...], layout: str = "") -> Source:
     flags = {"-".join(row): "--presets={} --seq_lens={}".format(*row) for row in rows}
     presets, lengths = (",".join(dict.fromkeys(values)) for values in zip(*rows, strict=True))
     of_rows = f"--presets={presets} --seq_lens={lengths}"
-    shown = f"{command} {of_rows} \\\n  --topologies={','.join(chips)} --compiles=3"
-    taking = f"{command} {{flags}} --topologies={{chip}}{layout} --compiles=3 --workdir={{folder}}"
+    tried = f"--compiles={compiles}"
+    shown = f"{command} {of_rows} \\\n  --topologies={','.join(chips)} {tried}"
+    taking = f"{command} {{flags}} --topologies={{chip}}{layout} {tried} --workdir={{folder}}"
     return Source(shown, parts, taking, "peers.json", flags)
 
 
@@ -177,6 +181,7 @@ SOURCES = {
     "residuals_405m": _residuals("gpt2-405m", ("v5e", "v6e")),
     "residuals_160m": _residuals("gpt2-160m", ("v5e",)),
     "peers": _peers(("llama-374m-2048@v5e", "llama-374m-2048@v5p")),
+    "peers_v6e": _peers(("llama-374m-2048@v6e",), compiles=1),
     "peers_long": _peers(("llama-374m-8192@v5e", "llama-374m-8192@v5p")),
     "peers_large": _peers(("llama-1.2b-2048@v5p", "llama-1.2b-8192@v5p")),
     "peers_slice": _peers(("llama-374m-2048@v5e",), ":2x2"),
@@ -257,7 +262,9 @@ TABLES = {
     "steps": Table(("step_16", "step_32"), layouts.steps),
     "step_parts": Table(("step_16",), layouts.step_parts),
     "residuals": Table(("residuals_405m", "residuals_160m"), layouts.residuals),
-    "peers": Table(("peers", "peers_long", "peers_large", "peers_slice"), layouts.peer_steps),
+    "peers": Table(
+        ("peers", "peers_v6e", "peers_long", "peers_large", "peers_slice"), layouts.peer_steps
+    ),
     "decode": Table(("decode", "decode_long"), layouts.decode),
     "decode_host": Table(("decode_host",), layouts.decode_host),
     "gpu_steps": Table(("gpu_steps",), layouts.measured_steps),
