@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from rmt_tpu.data import plan as plans
-from rmt_tpu.data.chat import ChatTemplate
+from rmt_tpu.data.chat import CONFIG_FILE, ChatTemplate
 from rmt_tpu.data.inputs import Span, files, usage_errors
 from rmt_tpu.data.marked import USUAL_FIELD, Reading, find_template
 from rmt_tpu.data.part_writer import (
@@ -25,7 +25,7 @@ from rmt_tpu.data.part_writer import (
 )
 from rmt_tpu.data.pool import run
 from rmt_tpu.data.token_store import MANIFEST, PLAN, Part, SplitPart, read_sealed, seal
-from rmt_tpu.data.tokenizer import Tokenizer, digest
+from rmt_tpu.data.tokenizer import FILE, Tokenizer, digest
 from rmt_tpu.data.tokenizer_files import load_tokenizer
 from rmt_tpu.errors import RunError, UsageError, flag_errors
 from rmt_tpu.storage import Folder, Location, open_folder
@@ -38,6 +38,8 @@ COMPARING = "comparing the input"
 _READERS = 16
 # Maximum seconds until a network file system shows a new file to all hosts.
 SHARED_SECONDS = 10.0
+# The names of a config in a run or a model, and of the checkpoints in a run.
+_CONFIG, _CHECKPOINTS = "config.json", "checkpoints"
 
 # A function that displays progress, given the number of input bytes processed, the total number,
 # and the current activity, which is TOKENISING, HOLDING_OUT or COMPARING.
@@ -207,9 +209,12 @@ def _write_plan(
     """Write plan, tokenizer and template to a new store; for an existing store, check its plan.
 
     Raises:
-      UsageError: the store cannot be written to, or has a different plan.
+      UsageError: the store cannot be written to, has a different plan, or is a folder that holds
+        something else.
     """
     with flag_errors("output"):
+        folder.check()
+        _check_unused(folder)
         folder.check(write=True)
     if (complete := read_sealed(folder, MANIFEST)) is not None:
         plans.check_same(folder, complete.get("plan"), plan)
@@ -219,6 +224,28 @@ def _write_plan(
     tokenizer.save(folder)
     if template is not None:
         template.save(folder)
+
+
+def _check_unused(folder: Folder) -> None:
+    """Check that a folder holds no files of others that a store would replace.
+
+    Raises:
+      UsageError: the folder holds a run, a model or a tokenizer, or is the checkpoints of a run.
+    """
+    legal = "legal: a new folder, or the store to resume"
+    names = folder.names()
+    if {_CONFIG, f"{_CHECKPOINTS}/"} & set(names):
+        raise UsageError(f"{folder.url} holds a run or a model; {legal}")
+    path = folder.local_path
+    for inner in (path, *path.parents) if path is not None else ():
+        if inner.name == _CHECKPOINTS and os.path.isfile(inner.parent / _CONFIG):
+            raise UsageError(f"{folder.url} is in the folder of a run; {legal}")
+    # Another command may be making the store, so read the plan after the names. It is written
+    # before the tokenizer.
+    if {FILE, CONFIG_FILE} & set(names) and not any(
+        read_sealed(folder, name) for name in (PLAN, MANIFEST)
+    ):
+        raise UsageError(f"{folder.url} holds a tokenizer; {legal}")
 
 
 # Checking that all processes agree ------------------------------------------------------------

@@ -435,6 +435,30 @@ def test_a_folder_of_something_else_is_refused(source, tmp_path):
         (tmp_path / name).unlink()
 
 
+@pytest.mark.parametrize(
+    ("there", "output", "said"),
+    [
+        ("config.json", "", "holds a run or a model"),
+        ("checkpoints/4/COMMIT", "", "holds a run or a model"),
+        ("config.json", "checkpoints", "is in the folder of a run"),
+        ("config.json", "checkpoints/4", "is in the folder of a run"),
+        ("tokenizer.json", "", "holds a tokenizer"),
+        ("tokenizer_config.json", "", "holds a tokenizer"),
+    ],
+)
+def test_a_run_a_model_or_a_tokenizer_is_kept(source, tmp_path, there, output, said):
+    """Otherwise its tokenizer would be replaced by that of the store."""
+    folder = tmp_path / "mine"
+    for name in there, "weights":
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(f"mine {name}")
+    files = lambda: {p: p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+    before = files()
+    message = refusal(source, folder / output)
+    assert message.startswith(f"--output={folder / output} {said}; legal: a new folder, or the ")
+    assert files() == before and UsageError.exit_code == 2
+
+
 def test_a_file_in_the_way_of_the_output_is_told(source, tmp_path):
     (tmp_path / "file").write_text("")
     message = refusal(source, tmp_path / "file" / "store", kind=RmtError)
