@@ -26,7 +26,7 @@ from rmt_tpu.data.part_writer import (
 from rmt_tpu.data.pool import run
 from rmt_tpu.data.token_store import MANIFEST, PLAN, Part, SplitPart, read_sealed, seal
 from rmt_tpu.data.tokenizer import FILE, Tokenizer, digest
-from rmt_tpu.data.tokenizer_files import load_tokenizer
+from rmt_tpu.data.tokenizer_files import load_saved, load_tokenizer
 from rmt_tpu.errors import RunError, UsageError, flag_errors
 from rmt_tpu.storage import Folder, Location, open_folder
 
@@ -208,6 +208,8 @@ def _write_plan(
 ) -> None:
     """Write plan, tokenizer and template to a new store; for an existing store, check its plan.
 
+    A complete store gets its tokenizer or its template again if the file is missing or has changed.
+
     Raises:
       UsageError: the store cannot be written to, has a different plan, or is a folder that holds
         something else.
@@ -218,12 +220,30 @@ def _write_plan(
         folder.check(write=True)
     if (complete := read_sealed(folder, MANIFEST)) is not None:
         plans.check_same(folder, complete.get("plan"), plan)
-        return
-    if not folder.create(PLAN, seal(plan)):
+    elif not folder.create(PLAN, seal(plan)):
         plans.check_same(folder, read_sealed(folder, PLAN), plan)
-    tokenizer.save(folder)
-    if template is not None:
+    # Other commands may be reading a complete store, so leave its files as they are if possible.
+    if complete is None or not _has_tokenizer(folder, tokenizer):
+        tokenizer.save(folder)
+    if template is not None and (complete is None or not _has_template(folder, template)):
         template.save(folder)
+
+
+def _has_tokenizer(folder: Folder, tokenizer: Tokenizer) -> bool:
+    """Return whether the tokenizer in a folder encodes text like the given one."""
+    try:
+        return load_saved(folder).fingerprint() == tokenizer.fingerprint()
+    except UsageError:  # The file is missing or damaged.
+        return False
+
+
+def _has_template(folder: Folder, template: ChatTemplate) -> bool:
+    """Return whether the chat template in a folder is the given one."""
+    found = folder.read(CONFIG_FILE)
+    try:
+        return found is not None and json.loads(found.data) == template.json()
+    except (ValueError, RecursionError):
+        return False
 
 
 def _check_unused(folder: Folder) -> None:

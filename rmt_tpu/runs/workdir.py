@@ -14,11 +14,12 @@ from rmt_tpu.config import PINNED_ON_RESUME, START_FIELDS, RunConfig, overrides,
 from rmt_tpu.config.overrides import differences
 from rmt_tpu.config.resume import Rule
 from rmt_tpu.data import Tokenizer, load_saved
+from rmt_tpu.data.token_store import MANIFEST, PLAN, read_sealed
 from rmt_tpu.data.tokenizer_files import FILE as TOKENIZER
 from rmt_tpu.data.tokenizer_files import is_there, spec_of_folder
 from rmt_tpu.distributed import processes
 from rmt_tpu.distributed.rendezvous import name_processes
-from rmt_tpu.errors import RunError, UsageError, argument_errors, flag_errors
+from rmt_tpu.errors import RmtError, RunError, UsageError, argument_errors, flag_errors
 from rmt_tpu.hub.models import is_hub
 from rmt_tpu.storage import Folder, Location, open_folder
 
@@ -73,15 +74,16 @@ def open_workdir(
       The changes of the config, for `write_config`.
 
     Raises:
-      UsageError: the folder cannot be written to, it holds a run with a different or a damaged
-        config, another process trains there with a different config, or processes see different
-        folders.
+      UsageError: the folder cannot be written to, it holds a token store,
+        or a run with a different or a damaged config, another process trains there with a
+        different config, or processes see different folders.
     """
     folder, changes = open_folder(workdir), ConfigChanges([], restarts=False)
     if processes.is_first():
         check_access(folder, write=True)
         found = folder.read(CONFIG)
         if found is None:
+            _check_no_store(folder)
             write_config(folder, config)
         else:
             changes = _compare(folder, found.data, config, change_config)
@@ -133,6 +135,23 @@ def _check_kinds(folder: Folder) -> None:
     for name in (CONFIG, TOKENIZER):
         if f"{name}/" in names:
             raise UsageError(f"{folder}: {name} is a folder, not a file; move it away")
+
+
+def _check_no_store(folder: Folder) -> None:
+    """Check that a folder without a run holds no token store, whose tokenizer a run would replace.
+
+    Raises:
+      UsageError: the folder holds a token store.
+    """
+    for name in {MANIFEST, PLAN} & set(folder.names()):
+        with contextlib.suppress(RmtError):  # Another program may have written such a file.
+            if read_sealed(folder, name) is not None:
+                break
+    else:
+        return
+    raise UsageError(
+        f"--workdir={folder} holds a token store; legal: --data={folder} with another --workdir"
+    )
 
 
 def _check_shared(folder: Folder) -> None:
@@ -292,7 +311,8 @@ def _compare(
     """Return how a config differs from the one in the run folder.
 
     Raises:
-      UsageError: the config in the folder is damaged, or a difference is not allowed.
+      UsageError: the config in the folder is damaged or a
+        difference is not allowed.
     """
     # Parse the old config, so that fields that were added in later versions get their defaults.
     with flag_errors("workdir"):
@@ -430,6 +450,8 @@ def check_workdir(
     check_access(folder)
     if found := folder.read(CONFIG):
         changes = _compare(folder, found.data, config, change_config)
+    else:
+        _check_no_store(folder)
     step_to_go_back_to(folder, from_step, changes=bool(changes.lines))
     there = folder.local_path
     while there is not None and not os.path.lexists(there):

@@ -251,6 +251,10 @@ def test_a_store_has_the_tokens_of_a_run_in_memory(kind, tmp_path):
         assert saved.render(TALK) == read_template(open_folder(tmp_path / "store"), BYTE).render(
             TALK
         )
+        (tmp_path / "store/tokenizer_config.json").unlink()
+        prepare(source, "byte", tmp_path / "store", workers=1, part_bytes=500, **how)
+        again = read_template(open_folder(tmp_path / "store"), BYTE)
+        assert again is not None and again.json() == saved.json()
         (tmp_path / "chat.jinja").write_text(PLAIN)
         with pytest.raises(UsageError, match="the chat template has changed"):
             prepare(source, "byte", tmp_path / "store", workers=1, part_bytes=500, **how)

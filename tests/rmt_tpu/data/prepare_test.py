@@ -311,6 +311,22 @@ def test_a_complete_store_is_left_as_it_is(source, tmp_path):
     }
 
 
+@pytest.mark.parametrize("content", [None, "damaged", "another"])
+def test_a_complete_store_gets_its_tokenizer_again(source, tmp_path, content):
+    """It may be lost, or that of another program."""
+    output = tmp_path / "store"
+    make(source, output)
+    path = output / "tokenizer.json"
+    before = path.read_bytes()
+    path.unlink()
+    if content == "another":
+        shutil.copy(Path(word_tokenizer(tmp_path / "words"), "tokenizer.json"), path)
+    elif content is not None:
+        path.write_text(content)
+    make(source, output)
+    assert path.read_bytes() == before
+
+
 def flip(path: Path) -> None:
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 1

@@ -8,6 +8,7 @@ import pytest
 from rmt_tpu.config import RunConfig, overrides, resume_rule
 from rmt_tpu.config.presets import run as preset_run
 from rmt_tpu.data import ByteTokenizer
+from rmt_tpu.data.token_store import seal
 from rmt_tpu.errors import UsageError
 from rmt_tpu.runs import workdir
 from rmt_tpu.storage import open_folder
@@ -181,6 +182,29 @@ def test_what_is_of_the_wrong_kind_is_told_before_a_run(tmp_path, name):
             look(open_folder(tmp_path))
     with pytest.raises(UsageError, match=f"^workdir=.*: {name} {kind}"):
         workdir.read_config(tmp_path)
+
+
+def refusals(folder) -> set[str]:
+    """Return what the opening and the check of a run folder say; neither changes the folder."""
+    files = lambda: {p: p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+    said, before = set(), files()
+    for look in (workdir.open_workdir, workdir.check_workdir):
+        with pytest.raises(UsageError) as error:
+            look(folder, CONFIG)
+        said.add(str(error.value))
+    assert files() == before
+    return said
+
+
+@pytest.mark.parametrize("name", ["plan.json", "manifest.json"])
+def test_no_run_begins_in_a_token_store(tmp_path, name):
+    """It would replace the tokenizer of the store."""
+    (tmp_path / name).write_text('{"files": []}')
+    workdir.check_workdir(tmp_path, CONFIG)  # the file is of another program
+    (tmp_path / name).write_bytes(seal({}))
+    assert refusals(tmp_path) == {
+        f"--workdir={tmp_path} holds a token store; legal: --data={tmp_path} with another --workdir"
+    }
 
 
 def test_another_tokenizer_is_refused(folder):
