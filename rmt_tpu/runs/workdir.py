@@ -74,8 +74,8 @@ def open_workdir(
       The changes of the config, for `write_config`.
 
     Raises:
-      UsageError: the folder cannot be written to, it holds a token store,
-        or a run with a different or a damaged config, another process trains there with a
+      UsageError: the folder cannot be written to, it holds a token store, a model in the hub's
+        format, or a run with a different or a damaged config, another process trains there with a
         different config, or processes see different folders.
     """
     folder, changes = open_folder(workdir), ConfigChanges([], restarts=False)
@@ -311,9 +311,14 @@ def _compare(
     """Return how a config differs from the one in the run folder.
 
     Raises:
-      UsageError: the config in the folder is damaged or a
+      UsageError: the config in the folder is damaged or that of a model in the hub's format, or a
         difference is not allowed.
     """
+    if is_hub(folder):
+        raise UsageError(
+            f"--workdir={folder} holds a model in the hub's format; legal: --init_from={folder} "
+            "with another --workdir"
+        )
     # Parse the old config, so that fields that were added in later versions get their defaults.
     with flag_errors("workdir"):
         old = _parsed(folder, found)

@@ -207,6 +207,14 @@ def test_no_run_begins_in_a_token_store(tmp_path, name):
     }
 
 
+def test_no_run_begins_in_the_folder_of_a_hub_model(tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "llama", "architectures": []}')
+    assert refusals(tmp_path) == {
+        f"--workdir={tmp_path} holds a model in the hub's format; legal: --init_from={tmp_path} "
+        "with another --workdir"
+    }
+
+
 def test_another_tokenizer_is_refused(folder):
     class Other(ByteTokenizer):
         def fingerprint(self):
