@@ -187,7 +187,7 @@ def check_inputs(
             raise UsageError(
                 f"--output={url} was made from other input: the content of "
                 f"{os.path.basename(span.path)!r} has changed. Give the same input and flags to "
-                "resume, or another --output"
+                "resume, give another --output, or delete this folder"
             )
 
 

@@ -5,26 +5,32 @@ A call that resumes the preparation of a store must have the same arguments.
 A part is a piece of the input text that is tokenised and stored independently of the others.
 """
 
+import contextlib
 import itertools
+import json
 import math
 import os
 import zlib
 from collections.abc import Iterator
 from typing import Any
 
-from rmt_tpu.data.chat import ChatTemplate
+from rmt_tpu.data.chat import CONFIG_FILE, ChatTemplate
 from rmt_tpu.data.corpus import divide
 from rmt_tpu.data.inputs import Span
 from rmt_tpu.data.marked import USUAL_FIELD, Reading
-from rmt_tpu.data.token_store import TokenizerOfStore, seal
-from rmt_tpu.data.tokenizer import Tokenizer, digest
-from rmt_tpu.errors import UsageError
+from rmt_tpu.data.token_store import MANIFEST, PARTS, PLAN, TokenizerOfStore, read_sealed, seal
+from rmt_tpu.data.tokenizer import FILE, Tokenizer, digest
+from rmt_tpu.data.tokenizer_files import load_saved
+from rmt_tpu.errors import RmtError, UsageError, flag_errors
 from rmt_tpu.storage import Folder
 
 # Minimum and usual size of a part in bytes, and maximum number of parts. Parts are small, so that
 # little work is lost in an interruption and processes get equal shares. They are not smaller, so
 # that there are few files.
 _LEAST_PART, _USUAL_PART, _MOST_PARTS = 2**20, 64 * 2**20, 4096
+
+# The names of a config in a run or a model, and of the checkpoints in a run.
+_CONFIG, _CHECKPOINTS = "config.json", "checkpoints"
 
 
 def usual_part_bytes(total: int) -> int:
@@ -129,7 +135,7 @@ def check_same(folder: Folder, old: Any, new: dict[str, Any]) -> None:
     raise UsageError(
         f"--output={folder.url} was made from other input or with other flags: "
         f"{'; '.join(different) or changed}. "
-        "Give the same input and flags to resume, or another --output"
+        "Give the same input and flags to resume, give another --output, or delete this folder"
     )
 
 
@@ -143,3 +149,95 @@ def _different_input(old: Any, new: list[list[Any]]) -> str:
     if len(was) == len(now) and was[2] == now[2]:
         return f"{now[0]!r} was written again, with the same content"
     return f"the content of {now[0]!r} has changed"
+
+
+# The plan in the folder of the store --------------------------------------------------------------
+
+
+def write(
+    folder: Folder, plan: dict[str, Any], tokenizer: Tokenizer, template: ChatTemplate | None
+) -> None:
+    """Write plan, tokenizer and template to a new store; for an existing store, check its plan.
+
+    A complete store gets its tokenizer or its template again if the file is missing or has changed.
+
+    Raises:
+      UsageError: the store cannot be written to, has a different plan, or is a folder that holds
+        something else.
+    """
+    with flag_errors("output"):
+        folder.check()
+        _check_unused(folder)
+        folder.check(write=True)
+    if (complete := read_sealed(folder, MANIFEST)) is not None:
+        check_same(folder, complete.get("plan"), plan)
+    elif not folder.create(PLAN, seal(plan)):
+        check_same(folder, read_sealed(folder, PLAN), plan)
+    # Other commands may be reading a complete store, so leave its files as they are if possible.
+    if complete is None or not _has_tokenizer(folder, tokenizer):
+        tokenizer.save(folder)
+    if template is not None and (complete is None or not _has_template(folder, template)):
+        template.save(folder)
+
+
+def _has_tokenizer(folder: Folder, tokenizer: Tokenizer) -> bool:
+    """Return whether the tokenizer in a folder encodes text like the given one."""
+    try:
+        return load_saved(folder).fingerprint() == tokenizer.fingerprint()
+    except UsageError:  # The file is missing or damaged.
+        return False
+
+
+def _has_template(folder: Folder, template: ChatTemplate) -> bool:
+    """Return whether the chat template in a folder is the given one."""
+    found = folder.read(CONFIG_FILE)
+    try:
+        return found is not None and json.loads(found.data) == template.json()
+    except (ValueError, RecursionError):
+        return False
+
+
+@contextlib.contextmanager
+def deleted_unless_begun(folder: Folder, plan: dict[str, Any]) -> Iterator[None]:
+    """Delete what `write` wrote if the body raises a UsageError and no part is finished.
+
+    After the input has been mended, the same command can then make the store.
+    """
+    try:
+        yield
+    except UsageError:
+        with contextlib.suppress(RmtError):  # The error in the input is the one to report.
+            if not _has_begun(folder) and read_sealed(folder, PLAN) == plan:
+                template = [CONFIG_FILE] if "chat_template" in plan else []
+                # Delete the plan last, because without it a tokenizer counts as another program's.
+                for name in (*template, FILE, PLAN):
+                    folder.delete(name)
+        raise
+
+
+def _has_begun(folder: Folder) -> bool:
+    """Return whether any part of a store is finished."""
+    parts = (f"{PARTS}/{name.rstrip('/')}" for name in folder.names(PARTS))
+    return any(MANIFEST in folder.names(part) for part in parts)
+
+
+def _check_unused(folder: Folder) -> None:
+    """Check that a folder holds no files of others that a store would replace.
+
+    Raises:
+      UsageError: the folder holds a run, a model or a tokenizer, or is the checkpoints of a run.
+    """
+    legal = "legal: a new folder, or the store to resume"
+    names = folder.names()
+    if {_CONFIG, f"{_CHECKPOINTS}/"} & set(names):
+        raise UsageError(f"{folder.url} holds a run or a model; {legal}")
+    path = folder.local_path
+    for inner in (path, *path.parents) if path is not None else ():
+        if inner.name == _CHECKPOINTS and os.path.isfile(inner.parent / _CONFIG):
+            raise UsageError(f"{folder.url} is in the folder of a run; {legal}")
+    # Another command may be making the store, so read the plan after the names. It is written
+    # before the tokenizer.
+    if {FILE, CONFIG_FILE} & set(names) and not any(
+        read_sealed(folder, name) for name in (PLAN, MANIFEST)
+    ):
+        raise UsageError(f"{folder.url} holds a tokenizer; {legal}")

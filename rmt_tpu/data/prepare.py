@@ -9,10 +9,10 @@ import os
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from rmt_tpu.data import plan as plans
-from rmt_tpu.data.chat import CONFIG_FILE, ChatTemplate
 from rmt_tpu.data.inputs import Span, files, usage_errors
 from rmt_tpu.data.marked import USUAL_FIELD, Reading, find_template
 from rmt_tpu.data.part_writer import (
@@ -25,8 +25,8 @@ from rmt_tpu.data.part_writer import (
 )
 from rmt_tpu.data.pool import run
 from rmt_tpu.data.token_store import MANIFEST, PLAN, Part, SplitPart, read_sealed, seal
-from rmt_tpu.data.tokenizer import FILE, Tokenizer, digest
-from rmt_tpu.data.tokenizer_files import load_saved, load_tokenizer
+from rmt_tpu.data.tokenizer import digest
+from rmt_tpu.data.tokenizer_files import load_tokenizer
 from rmt_tpu.errors import RunError, UsageError, flag_errors
 from rmt_tpu.storage import Folder, Location, open_folder
 
@@ -38,8 +38,6 @@ COMPARING = "comparing the input"
 _READERS = 16
 # Maximum seconds until a network file system shows a new file to all hosts.
 SHARED_SECONDS = 10.0
-# The names of a config in a run or a model, and of the checkpoints in a run.
-_CONFIG, _CHECKPOINTS = "config.json", "checkpoints"
 
 # A function that displays progress, given the number of input bytes processed, the total number,
 # and the current activity, which is TOKENISING, HOLDING_OUT or COMPARING.
@@ -142,9 +140,9 @@ def prepare(
       A summary of the store's content.
 
     Raises:
-      UsageError: the input cannot be read, has too little text or was edited since an earlier call;
-        the output cannot be written to or has other content; or the processes of the group have
-        different arguments.
+      UsageError: the input cannot be read, has too little text or was edited since an earlier call
+        that finished a part; the output cannot be written to or has other content; or the processes
+        of the group have different arguments.
       RunError: the output cannot be written to any more, a process was lost, or the input was
         edited during the call.
     """
@@ -162,12 +160,35 @@ def prepare(
         folder = open_folder(output)
     _check_same_plan(group, plan, parts)
     if group.number == 0:
-        _write_plan(folder, plan, tokenizer, template)
+        plans.write(folder, plan, tokenizer, template)
     group.gather("", "writing the plan")
     _check_shared(folder, plan, group)
-    workers = workers or os.cpu_count() or 1
-    own = _share([sum(span.stop - span.start for span in part) for part in parts], group)
     options = StoreOptions(source, folder.url, seed, eval_fraction, plans.plan_id(plan), *reading)
+    # Several processes keep the plan, because the others may still be working.
+    with plans.deleted_unless_begun(folder, plan) if group.count == 1 else nullcontext():
+        return _write_store(options, plan, found, parts, workers, progress, group)
+
+
+def _write_store(
+    options: StoreOptions,
+    plan: dict[str, Any],
+    found: list[Span],
+    parts: list[tuple[Span, ...]],
+    workers: int | None,
+    progress: Progress,
+    group: ProcessGroup,
+) -> Totals:
+    """Write this process's parts and, on process 0, the manifest; or check a complete store.
+
+    Args:
+      options: the options of all parts.
+      plan: the store's plan, which is in its folder.
+      found: the input files.
+      parts: the parts of the input.
+      workers, progress, group: see `prepare`.
+    """
+    folder, workers = open_folder(options.url), workers or os.cpu_count() or 1
+    own = _share([sum(span.stop - span.start for span in part) for part in parts], group)
     if (complete := read_sealed(folder, MANIFEST)) is not None:
         _compare(options, parts, complete["inputs"], own, workers, progress)
         group.gather("", COMPARING)
@@ -175,21 +196,21 @@ def prepare(
     jobs = [PartJob(number, parts[number], None) for number in own]
     done = dict(zip(own, _run(options, jobs, workers, progress, TOKENISING), strict=True))
     kept = sum(d.kept for d in done.values())
-    if cut := document_to_cut(list(done.values()), eval_fraction, group):
+    if cut := document_to_cut(list(done.values()), options.eval_fraction, group):
         rewrites = [job._replace(cut=cut) for job in jobs if done[job.number].lowest == cut.rank]
         rewritten = _run(options, rewrites, workers, progress, HOLDING_OUT)
         done |= {job.number: result for job, result in zip(rewrites, rewritten, strict=True)}
         kept = sum(d.kept for d in done.values())
-    with usage_errors("input", source):
-        if files(source) != found:
+    with usage_errors("input", options.source):
+        if files(options.source) != found:
             raise RunError(
-                f"--input={source!r} was edited during the command; restore its content and repeat "
-                "the command, or give another --output"
+                f"--input={options.source!r} was edited during the command; restore its content "
+                "and repeat the command, or give another --output"
             )
     kept = sum(int(value) for value in group.gather(str(kept), "the parts"))
     own_totals = ""
     if group.number == 0:
-        totals = _complete(folder, plan, done, kept, source)
+        totals = _complete(folder, plan, done, kept, options.source)
         own_totals = json.dumps(totals)
     parts_, kept, *splits = json.loads(group.gather(own_totals, "the manifest")[0])
     return Totals(parts_, kept, *(SplitPart(*split) for split in splits))
@@ -201,71 +222,6 @@ def _check_numbers(eval_fraction: int | float, workers: int | None) -> None:
         raise UsageError(f"--eval_fraction={eval_fraction} is out of range; legal: 0 < x <= 0.5")
     if workers is not None and workers < 1:
         raise UsageError(f"--workers={workers} is out of range; legal: 1 or more")
-
-
-def _write_plan(
-    folder: Folder, plan: dict[str, Any], tokenizer: Tokenizer, template: ChatTemplate | None
-) -> None:
-    """Write plan, tokenizer and template to a new store; for an existing store, check its plan.
-
-    A complete store gets its tokenizer or its template again if the file is missing or has changed.
-
-    Raises:
-      UsageError: the store cannot be written to, has a different plan, or is a folder that holds
-        something else.
-    """
-    with flag_errors("output"):
-        folder.check()
-        _check_unused(folder)
-        folder.check(write=True)
-    if (complete := read_sealed(folder, MANIFEST)) is not None:
-        plans.check_same(folder, complete.get("plan"), plan)
-    elif not folder.create(PLAN, seal(plan)):
-        plans.check_same(folder, read_sealed(folder, PLAN), plan)
-    # Other commands may be reading a complete store, so leave its files as they are if possible.
-    if complete is None or not _has_tokenizer(folder, tokenizer):
-        tokenizer.save(folder)
-    if template is not None and (complete is None or not _has_template(folder, template)):
-        template.save(folder)
-
-
-def _has_tokenizer(folder: Folder, tokenizer: Tokenizer) -> bool:
-    """Return whether the tokenizer in a folder encodes text like the given one."""
-    try:
-        return load_saved(folder).fingerprint() == tokenizer.fingerprint()
-    except UsageError:  # The file is missing or damaged.
-        return False
-
-
-def _has_template(folder: Folder, template: ChatTemplate) -> bool:
-    """Return whether the chat template in a folder is the given one."""
-    found = folder.read(CONFIG_FILE)
-    try:
-        return found is not None and json.loads(found.data) == template.json()
-    except (ValueError, RecursionError):
-        return False
-
-
-def _check_unused(folder: Folder) -> None:
-    """Check that a folder holds no files of others that a store would replace.
-
-    Raises:
-      UsageError: the folder holds a run, a model or a tokenizer, or is the checkpoints of a run.
-    """
-    legal = "legal: a new folder, or the store to resume"
-    names = folder.names()
-    if {_CONFIG, f"{_CHECKPOINTS}/"} & set(names):
-        raise UsageError(f"{folder.url} holds a run or a model; {legal}")
-    path = folder.local_path
-    for inner in (path, *path.parents) if path is not None else ():
-        if inner.name == _CHECKPOINTS and os.path.isfile(inner.parent / _CONFIG):
-            raise UsageError(f"{folder.url} is in the folder of a run; {legal}")
-    # Another command may be making the store, so read the plan after the names. It is written
-    # before the tokenizer.
-    if {FILE, CONFIG_FILE} & set(names) and not any(
-        read_sealed(folder, name) for name in (PLAN, MANIFEST)
-    ):
-        raise UsageError(f"{folder.url} holds a tokenizer; {legal}")
 
 
 # Checking that all processes agree ------------------------------------------------------------

@@ -34,7 +34,7 @@ from rmt_tpu.data.tokenizer import Tokenizer
 from rmt_tpu.errors import RunError, UsageError, flag_errors
 from rmt_tpu.storage import Fault, Folder, faults, open_folder
 
-MANIFEST, PLAN = "manifest.json", "plan.json"
+MANIFEST, PLAN, PARTS = "manifest.json", "plan.json", "parts"
 SPLITS = "train", "eval"
 VERSION = 1
 
@@ -425,7 +425,7 @@ def array_spec(folder: Folder, name: str, tokens: np.dtype, size: int) -> dict[s
 
 def part_name(number: int) -> str:
     """Return the name of the folder for the part with this number."""
-    return f"parts/{number:05}"
+    return f"{PARTS}/{number:05}"
 
 
 def split_folder(folder: Folder, number: int, attempt: str, split: str) -> Folder:

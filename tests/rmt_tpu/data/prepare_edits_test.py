@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from rmt_tpu.data import part_writer, prepare
-from rmt_tpu.data.token_store import MANIFEST
+from rmt_tpu.data.token_store import MANIFEST, PLAN
 from rmt_tpu.errors import RunError, UsageError
 from tests.tiers import later
 
@@ -106,7 +106,31 @@ def test_an_edit_of_a_few_bytes_is_noticed_in_a_complete_store(path, tmp_path, a
     assert make(path, tmp_path / "store").kept == totals.parts
     edit(path, at, quietly=True)
     message = refusal(UsageError, path, tmp_path / "store")
-    assert f"the content of {path.name!r} has changed" in message and "another --output" in message
+    assert f"the content of {path.name!r} has changed" in message
+    assert message.endswith("to resume, give another --output, or delete this folder")
+
+
+def test_a_line_is_mended_before_any_part_is_finished(path, tmp_path):
+    """The same command then makes the store, as if it were the first; also with another seed."""
+    output, good = tmp_path / "store", path.read_text()
+    for options in {}, {"seed": 1}:
+        path.write_text('{"text": "good"}\n{"text": 1}\n' + good)
+        assert "line 2" in refusal(UsageError, path, output, **options)
+        assert not files(output)
+    path.write_text(good)
+    assert make(path, output, seed=1).kept == 0
+    make(path, tmp_path / "other", seed=1)
+    assert files(output) == files(tmp_path / "other")
+
+
+def test_a_line_that_is_mended_after_a_finished_part_is_an_edit(path, tmp_path):
+    good = path.read_text()
+    path.write_text(good + '{"text": 1}\n')
+    assert "line 61" in refusal(UsageError, path, tmp_path / "store")
+    assert (tmp_path / "store" / PLAN).exists()
+    path.write_text(good + '{"text": "mended"}\n')
+    message = refusal(UsageError, path, tmp_path / "store")
+    assert "is now 'a.jsonl' of" in message and message.endswith("or delete this folder")
 
 
 def test_an_edit_of_what_is_in_the_store_is_noticed_in_half_of_one(path, tmp_path, monkeypatch):
