@@ -86,6 +86,9 @@ class _Progress(ProgressDisplay):
 
 def main() -> int:
     """Tokenise the text that --input names into a token store, and return 0."""
+    from rmt_tpu.data import open_store
+    from rmt_tpu.data.batches import any_loss
+    from rmt_tpu.data.marked import ANSWERS
     from rmt_tpu.data.prepare import SingleProcess, prepare
 
     _check_effects()
@@ -121,6 +124,8 @@ def main() -> int:
         earlier = f", {totals.kept} from an earlier start" if totals.kept else ""
     seconds = time.monotonic() - started
     print(f"{_OUTPUT.value} is complete: {_count(totals.parts, 'part')}{earlier}, {seconds:.1f} s")
+    if _FORMAT.value != "text" and not any_loss(open_store(_OUTPUT.value).held_out):
+        print(f"note: no held-out token has a loss; only {ANSWERS} have one")
     return 0
 
 

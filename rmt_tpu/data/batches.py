@@ -152,6 +152,23 @@ class StreamInMemory:
         return zlib.crc32(np.ascontiguousarray(self.tokens))
 
 
+# Number of tokens that `any_loss` reads at a time.
+_BLOCK = 2**16
+
+
+def any_loss(stream: Stream, end: int | None = None) -> bool:
+    """Return whether any target among the first `end` tokens of a stream has a loss.
+
+    The stream is read up to the block that has such a target. None means the whole stream.
+    """
+    end = len(stream) if end is None else min(end, len(stream))
+    for start in range(1, end, _BLOCK):  # The first token is no target.
+        tokens = stream.read(np.array([start], np.int64), min(_BLOCK, end - start))
+        if marked.have_loss(tokens).any():
+            return True
+    return False
+
+
 # A selection of the rows of a batch.
 Rows = slice | Int64[np.ndarray, " rows"]
 _ALL = slice(None)
@@ -224,6 +241,12 @@ class Windows:
         if self._bounds is not None:
             return len(self._bounds) - 1
         return -(-self.tokens_per_epoch // self.seq_len)
+
+    def any_loss(self, windows: int) -> bool:
+        """Return whether any target of the stream's first windows has a loss."""
+        if self._bounds is None:
+            return any_loss(self.stream, windows * self.seq_len + 1)
+        return any_loss(self.stream, int(self._bounds[min(windows, self.num_windows)]) + 1)
 
     def checksum(self) -> int:
         """Return the checksum of the token stream, by which a resumed run verifies its text."""

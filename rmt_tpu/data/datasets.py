@@ -8,10 +8,14 @@ import numpy as np
 
 from rmt_tpu import data
 from rmt_tpu.config import RunConfig
-from rmt_tpu.data.batches import Packed, pack
-from rmt_tpu.data.marked import find_template
+from rmt_tpu.data.batches import Packed, any_loss, pack
+from rmt_tpu.data.marked import ANSWERS, find_template
 from rmt_tpu.errors import UsageError
 from rmt_tpu.storage import open_folder
+
+# A store with more tokens is not read to find out whether any has a loss; recipes.prepare_data
+# has checked it.
+_MOST_CHECKED = 2**22
 
 
 class MixedHeldOut(NamedTuple):
@@ -50,14 +54,17 @@ def load_datasets(config: RunConfig, tokenizer: data.Tokenizer) -> Datasets:
 
     Raises:
       UsageError: a file is missing or unreadable, the text is shorter than a window, the tokenizer
-        has more tokens than the model, or a store is incomplete or was made with a different
-        tokenizer or without the marks that the config's format needs.
+        has more tokens than the model, no token to train on has a loss, or a store is incomplete
+        or was made with a different tokenizer or without the marks that the config's format needs.
       RunError: the manifest of a store is damaged.
     """
     if not config.data.mixture:
         return _load(config, tokenizer, config.data.source)
     with _errors_of_mixture():
-        found = [_load(config, tokenizer, each.source) for each in config.data.mixture]
+        found = [
+            _load(config, tokenizer, each.source, trains=each.units > 0)
+            for each in config.data.mixture
+        ]
         mixture = data.Mixture(
             [
                 data.MixedText(each.source, each.units, datasets.train)
@@ -71,8 +78,13 @@ def load_datasets(config: RunConfig, tokenizer: data.Tokenizer) -> Datasets:
     return Datasets(mixture, max(mixed, key=lambda each: each.share).windows, mixed)
 
 
-def _load(config: RunConfig, tokenizer: data.Tokenizer, source: str) -> Datasets:
-    """Load the training windows and the held-out windows of one text."""
+def _load(
+    config: RunConfig, tokenizer: data.Tokenizer, source: str, *, trains: bool = True
+) -> Datasets:
+    """Load the training windows and the held-out windows of one text.
+
+    A text that a run does not train on need not have a token with a loss.
+    """
     seed, bounds = config.train.seed, {}
     if data.is_store(source):
         store = data.open_store(source)
@@ -105,7 +117,13 @@ def _load(config: RunConfig, tokenizer: data.Tokenizer, source: str) -> Datasets
             bounds=bounds.get(shuffle),
         )
 
-    return Datasets(windows(train, shuffle=True), windows(held_out, shuffle=False))
+    datasets = Datasets(windows(train, shuffle=True), windows(held_out, shuffle=False))
+    is_checked = len(train) <= _MOST_CHECKED or not data.is_store(source)
+    if bounds and trains and is_checked and not any_loss(datasets.train.stream):
+        raise UsageError(
+            f"--data={source}: no token to train on has a loss; legal: text with {ANSWERS}"
+        )
+    return datasets
 
 
 def _check_vocabulary(config: RunConfig, tokenizer: data.Tokenizer, *, special: bool):

@@ -29,6 +29,12 @@ USUAL_FIELD = "text"
 # Default field or column names for kinds of documents other than "text".
 _FIELDS = {"messages": "messages"}
 
+# What has a loss, for messages about a text of which no token has one.
+ANSWERS = (
+    "messages of the role assistant (or parts that the chat template marks by {% generation %}) "
+    "and completions that are not empty"
+)
+
 # A content that begins like no answer: a character that Unicode reserves for internal use.
 _OTHER_CONTENT = "\ufdd2"
 

@@ -13,8 +13,9 @@ from contextlib import nullcontext
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from rmt_tpu.data import plan as plans
+from rmt_tpu.data.batches import any_loss
 from rmt_tpu.data.inputs import Span, files, usage_errors
-from rmt_tpu.data.marked import USUAL_FIELD, Reading, find_template
+from rmt_tpu.data.marked import ANSWERS, USUAL_FIELD, Reading, find_template
 from rmt_tpu.data.part_writer import (
     DocumentCut,
     PartJob,
@@ -24,7 +25,7 @@ from rmt_tpu.data.part_writer import (
     read_part_manifest,
 )
 from rmt_tpu.data.pool import run
-from rmt_tpu.data.token_store import MANIFEST, PLAN, Part, SplitPart, read_sealed, seal
+from rmt_tpu.data.token_store import MANIFEST, PLAN, Part, SplitPart, TokenStore, read_sealed, seal
 from rmt_tpu.data.tokenizer import digest
 from rmt_tpu.data.tokenizer_files import load_tokenizer
 from rmt_tpu.errors import RunError, UsageError, flag_errors
@@ -140,9 +141,9 @@ def prepare(
       A summary of the store's content.
 
     Raises:
-      UsageError: the input cannot be read, has too little text or was edited since an earlier call
-        that finished a part; the output cannot be written to or has other content; or the processes
-        of the group have different arguments.
+      UsageError: the input cannot be read, has too little text, has no answers to train on, or was
+        edited since an earlier call that finished a part; the output cannot be written to or has
+        other content; or the processes of the group have different arguments.
       RunError: the output cannot be written to any more, a process was lost, or the input was
         edited during the call.
     """
@@ -210,7 +211,7 @@ def _write_store(
     kept = sum(int(value) for value in group.gather(str(kept), "the parts"))
     own_totals = ""
     if group.number == 0:
-        totals = _complete(folder, plan, done, kept, options.source)
+        totals = _complete(folder, plan, done, kept, options)
         own_totals = json.dumps(totals)
     parts_, kept, *splits = json.loads(group.gather(own_totals, "the manifest")[0])
     return Totals(parts_, kept, *(SplitPart(*split) for split in splits))
@@ -313,7 +314,11 @@ def document_to_cut(
 
 
 def _complete(
-    folder: Folder, plan: dict[str, Any], done: dict[int, WrittenPart], kept: int, source: str
+    folder: Folder,
+    plan: dict[str, Any],
+    done: dict[int, WrittenPart],
+    kept: int,
+    options: StoreOptions,
 ) -> Totals:
     """Create the manifest of the store from all parts, and return a summary of the store.
 
@@ -323,7 +328,11 @@ def _complete(
       done: maps part numbers to the parts that this process wrote. Parts of other processes are
         read from their manifests.
       kept: number of parts that existed before this call of `prepare`.
-      source: the text source, for error messages.
+      options: the options of all parts.
+
+    Raises:
+      UsageError: the text has too few documents, or no token to train on has a loss.
+      RunError: a part that another process wrote is missing.
     """
 
     def wait_for_part(number: int) -> WrittenPart:
@@ -342,12 +351,17 @@ def _complete(
     with ThreadPoolExecutor(_READERS) as pool:
         found = list(pool.map(wait_for_part, range(plan["num_parts"])))
     totals = _totals([d.part for d in found], kept)
-    _check_totals(source, plan["eval_fraction"], plan["seed"], totals)
+    _check_totals(options.source, plan["eval_fraction"], plan["seed"], totals)
     content = {
         "plan": plan,
         "parts": [d.part.json() for d in found],
         "inputs": [d.inputs for d in found],
     }
+    if options.kind != "text" and not any_loss(TokenStore(folder, content).train):
+        raise UsageError(
+            f"--input={options.source!r}: no token to train on has a loss; legal: text with "
+            f"{ANSWERS}, in another --output"
+        )
     if not folder.create(MANIFEST, seal(content)):
         plans.check_same(folder, (read_sealed(folder, MANIFEST) or {}).get("plan"), plan)
     return totals

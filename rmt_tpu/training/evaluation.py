@@ -15,7 +15,8 @@ from flax import nnx
 import sharding
 from rmt_tpu import data
 from rmt_tpu.config import RunConfig
-from rmt_tpu.data.datasets import MixedHeldOut
+from rmt_tpu.data.datasets import Datasets, MixedHeldOut
+from rmt_tpu.data.marked import ANSWERS
 from rmt_tpu.decoder import Decoder
 from rmt_tpu.distributed import processes
 from rmt_tpu.errors import UsageError
@@ -110,6 +111,25 @@ class MixedHeldOutLoss:
         mean = lambda *values: sum(s * v for s, v in zip(self._shares, values, strict=True) if s)
         loss, aux = jax.tree.map(mean, *((each.loss, each.aux) for each in found.values()))
         return HeldOut(loss, aux, {name: each.loss for name, each in found.items()})
+
+
+def notes_without_loss(config: RunConfig, datasets: Datasets) -> list[str]:
+    """Return a line for each text whose held-out loss is NaN, because no evaluated token has one.
+
+    Args:
+      config: the run's config.
+      datasets: the run's text.
+    """
+    windows = num_eval_windows(config)
+    texts = {f"--data={config.data.source}": datasets.held_out}
+    if datasets.mixed:
+        texts = {f"{each.name} of --mixture": each.windows for each in datasets.mixed}
+        windows = max(1, windows // len(datasets.mixed))
+    return [
+        f"note: no held-out token of {name} has a loss, so its loss is NaN; only {ANSWERS} have one"
+        for name, held_out in texts.items()
+        if not held_out.any_loss(windows)
+    ]
 
 
 def num_eval_windows(config: RunConfig) -> int:

@@ -21,7 +21,7 @@ from rmt_tpu.runs.side_files import DIVERGED, SideFiles, archive_metrics
 from rmt_tpu.runs.warm_start import ContinuedRun, WarmStart
 from rmt_tpu.storage import Folder, Location, open_folder
 from rmt_tpu.training import depth_rate, freeze, kernel_blocks, kernel_checks, memory_check
-from rmt_tpu.training.evaluation import TaskMetrics
+from rmt_tpu.training.evaluation import TaskMetrics, notes_without_loss
 from rmt_tpu.training.loop import Int16Overflow, Loop, LoopInputs, Outcome
 from rmt_tpu.training.progress import TrainingProgress
 from rmt_tpu.training.remat_choice import Devices
@@ -229,6 +229,8 @@ def _prepare(
     tokenizer = data.load_tokenizer(config.data.tokenizer)
     warm_start = warm_start_of(config, folder)
     datasets = read_text(config, folder, tokenizer, warm_start)
+    for note in notes_without_loss(config, datasets):
+        progress.log(note)
     text = text_of(tokenizer, datasets)
     tasks = TaskMetrics(run, config, tokenizer)
     checksums = {"train": text.checksum, "held out": text.held_out}

@@ -175,6 +175,19 @@ def test_a_run_of_a_column_has_the_text_of_its_store(tmp_path):
     assert "has no column 'text' of strings" in cli.fail(*flags)
 
 
+def test_held_out_conversations_without_answers_are_told(tmp_path):
+    source, template = tmp_path / "talks.jsonl", tmp_path / "chat.jinja"
+    template.write_text("{% for m in messages %}{{ m.role }}: {{ m.content }};{% endfor %}")
+    roles = ["assistant", *["user"] * 59]  # the first conversation is not held out
+    rows = [{"messages": [{"role": r, "content": f"{n}"}]} for n, r in enumerate(roles)]
+    source.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    form = [f"--input={source}", "--format=messages", f"--chat_template={template}"]
+    done = cli.succeed("prepare_data", *form, f"--output={tmp_path}/store")
+    assert done.stdout.splitlines()[-1].startswith(
+        "note: no held-out token has a loss; only messages of the role "
+    )
+
+
 def test_progress_is_a_bar_on_a_terminal_and_lines_elsewhere():
     first = (
         "sys.argv = ['prepare_data']; import recipes.prepare_data as recipe\n"

@@ -17,7 +17,8 @@ from rmt_tpu.data import (
     open_store,
     read_template,
 )
-from rmt_tpu.data.batches import cut, pack, whole_documents
+from rmt_tpu.data import prepare as prepare_module
+from rmt_tpu.data.batches import StreamInMemory, any_loss, cut, pack, whole_documents
 from rmt_tpu.data.corpus import documents
 from rmt_tpu.data.datasets import chat_template_of, load_datasets
 from rmt_tpu.data.marked import (
@@ -271,6 +272,50 @@ def test_a_store_of_plain_text_has_no_marks_for_another_format(tmp_path):
     load_datasets(config, BYTE)
     with pytest.raises(UsageError, match="--format=completion: .*prepared with --format=text"):
         load_datasets(overrides.apply(config, {"data.format": "completion"}), BYTE)
+
+
+def test_a_text_without_answers_is_refused(tmp_path, monkeypatch):
+    """By the preparation of a store, and by a run on files or on an older store; unless unread."""
+    source = write(tmp_path / "a.jsonl", [{"messages": [TALK[0], TALK[2]]}] * 60)
+    (tmp_path / "chat.jinja").write_text(PLAIN)
+    how = {"kind": "messages", "chat_template": str(tmp_path / "chat.jinja"), "workers": 1}
+    said = "no token to train on has a loss; legal: text with messages of the role assistant"
+    with pytest.raises(UsageError, match=f"^--input='{source}': {said}.*, in another --output$"):
+        prepare(source, "byte", tmp_path / "store", **how)
+    assert not (tmp_path / "store/manifest.json").exists()
+    changes = {"data.seq_len": 32, "data.chat_template": how["chat_template"]}
+    changes |= {"data.format": "messages", "model.vocab_size": 257, "data.eval_fraction": 0.2}
+    config = overrides.apply(presets.run("rmt-tiny"), changes)
+    monkeypatch.setattr(prepare_module, "any_loss", lambda stream: True)
+    prepare(source, "byte", tmp_path / "old", **how)
+    good = write(tmp_path / "good.jsonl", conversations())
+    for text in source, str(tmp_path / "old"):
+        with pytest.raises(UsageError, match=f"^--data={text}: {said}"):
+            load_datasets(overrides.apply(config, {"data.source": text}), BYTE)
+        mixed = lambda share, text=text: overrides.apply(
+            config,
+            {
+                "data.mixture": [
+                    {"source": text, "share": share},
+                    {"source": good, "share": 1 - share},
+                ]
+            },
+        )
+        with pytest.raises(UsageError, match=f"^--mixture: {text}: {said}"):
+            load_datasets(mixed(0.5), BYTE)
+        assert len(load_datasets(mixed(0.0), BYTE).mixed) == 2
+
+
+def test_a_loss_is_found_wherever_it_is():
+    tokens = np.full(2**17 + 2, CONTEXT, np.int32)
+    tokens[[0, -1]] = 3  # the first token is no target
+    stream = StreamInMemory(tokens)
+    assert any_loss(stream) and not any_loss(stream, len(tokens) - 1)
+    bounds = np.array([0, 2**17, len(tokens)])
+    windows = Windows(
+        tokens, seq_len=2**17, batch_size=1, bos=0, seed=0, shuffle=False, bounds=bounds
+    )
+    assert windows.num_windows == 2 and windows.any_loss(3) and not windows.any_loss(1)
 
 
 def test_tables_have_the_same_documents(tmp_path):

@@ -12,8 +12,14 @@ import sharding
 from rmt_tpu import data
 from rmt_tpu.config import overrides
 from rmt_tpu.config.presets import run as preset_run
-from rmt_tpu.data.datasets import MixedHeldOut
-from rmt_tpu.training.evaluation import HeldOutLoss, MixedHeldOutLoss, num_eval_windows
+from rmt_tpu.data.datasets import Datasets, MixedHeldOut
+from rmt_tpu.data.marked import CONTEXT
+from rmt_tpu.training.evaluation import (
+    HeldOutLoss,
+    MixedHeldOutLoss,
+    notes_without_loss,
+    num_eval_windows,
+)
 
 SEQ, WINDOWS = 8, 21
 TOKENS = np.random.default_rng(0).integers(0, 250, SEQ * WINDOWS, np.int32)  # the last is padded
@@ -69,3 +75,20 @@ def test_scalars_are_means_over_tokens_and_a_text_without_a_share_does_not_count
     mixed = MixedHeldOut("a", 1.0, read), MixedHeldOut("b", 0.0, masked)
     found = MixedHeldOutLoss(run, mixed, 2 * WINDOWS)(0.0)
     assert found.loss == pytest.approx(3) and math.isnan(found.texts["b"])
+
+
+def test_a_held_out_loss_that_is_nan_is_explained():
+    given = {"seq_len": SEQ, "batch_size": 8, "bos": 256, "seed": 0, "shuffle": False}
+    read = data.Windows(TOKENS, **given)
+    masked = data.Windows(TOKENS | CONTEXT, **given)
+    notes = lambda *arguments: notes_without_loss(preset_run("rmt-tiny"), Datasets(*arguments))
+    assert not notes(read, read) and not notes(
+        read, read, (MixedHeldOut("a", 0.5, read), MixedHeldOut("b", 0.5, read))
+    )
+    (note,) = notes(read, masked)
+    assert note.startswith(
+        "note: no held-out token of --data=stdlib has a loss, so its loss is NaN"
+    )
+    mixed = MixedHeldOut("a", 0.5, masked), MixedHeldOut("b", 0.5, read)
+    (note,) = notes(read, masked, mixed)
+    assert note.startswith("note: no held-out token of a of --mixture has a loss")
