@@ -103,7 +103,8 @@ def main() -> int:
         _check_writable(workdir)
     trained.note_missing_start(compared[0].tokenizer)
     if _TEXT.value is not None:
-        sources.append(documents.read_texts(_TEXT.value, compared[0].tokenizer))
+        model = f"the model in {workdir}"
+        sources.append(documents.read_texts(_TEXT.value, compared[0].tokenizer, model))
     for name in _AGAINST.value:
         if name in (subjects.UNTRAINED, subjects.UNIGRAM):
             compared.append(getattr(subjects, name)(workdir, compared[0]))

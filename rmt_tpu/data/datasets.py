@@ -88,7 +88,13 @@ def _load(
     seed, bounds = config.train.seed, {}
     if data.is_store(source):
         store = data.open_store(source)
-        store.check_tokenizer(tokenizer)
+        if not store.has_tokenizer(tokenizer):
+            raise UsageError(
+                f"--data={store.url} was made with the tokenizer {store.tokenizer.name!r} "
+                f"({store.tokenizer.vocab_size} tokens), but --tokenizer={tokenizer.name} "
+                f"({tokenizer.vocab_size} tokens) encodes text differently; "
+                f"legal: --tokenizer={store.url}"
+            )
         if config.data.format != "text" and not store.has_marks:
             raise UsageError(
                 f"--format={config.data.format}: the token store --data={source} was prepared with "

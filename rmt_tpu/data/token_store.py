@@ -155,19 +155,9 @@ class TokenStore:
         self.train = TokenStream(folder, "train", *own)
         self.held_out = TokenStream(folder, "eval", *own)
 
-    def check_tokenizer(self, tokenizer: Tokenizer) -> None:
-        """Check that a tokenizer encodes text like the tokenizer of the store.
-
-        Raises:
-          UsageError: the tokenizers encode text differently.
-        """
-        if tokenizer.fingerprint() != self.tokenizer.fingerprint:
-            raise UsageError(
-                f"--data={self.url} was made with the tokenizer {self.tokenizer.name!r} "
-                f"({self.tokenizer.vocab_size} tokens), but --tokenizer={tokenizer.name} "
-                f"({tokenizer.vocab_size} tokens) encodes text differently; "
-                f"legal: --tokenizer={self.url}"
-            )
+    def has_tokenizer(self, tokenizer: Tokenizer) -> bool:
+        """Return whether a tokenizer encodes text like the tokenizer of the store."""
+        return tokenizer.fingerprint() == self.tokenizer.fingerprint
 
 
 class TokenStream:
@@ -340,24 +330,28 @@ def is_store(source: str) -> bool:
     return any(os.path.isfile(os.path.join(folder, name)) for name in (MANIFEST, PLAN))
 
 
-def open_store(source: str | Folder) -> TokenStore:
+def open_store(source: str | Folder, flag: str = "data") -> TokenStore:
     """Open the token store in a folder.
+
+    Args:
+      source: the folder.
+      flag: the command-line flag that set the folder, for error messages.
 
     Raises:
       UsageError: the folder has no store or an incomplete one, or cannot be read.
       RunError: the manifest of the store is damaged.
     """
-    with flag_errors("data"):
+    with flag_errors(flag):
         folder = open_folder(source)
         folder.check()
     content = read_sealed(folder, MANIFEST)
     if content is None:
         if folder.read(PLAN, limit=_MANIFEST_BYTES) is None:
             raise UsageError(
-                f"--data={folder.url} has no token store: there is no {MANIFEST}; legal: the "
+                f"--{flag}={folder.url} has no token store: there is no {MANIFEST}; legal: the "
                 "--output of recipes.prepare_data"
             )
-        raise UsageError(f"--data={folder.url} is not complete; run recipes.prepare_data again")
+        raise UsageError(f"--{flag}={folder.url} is not complete; run recipes.prepare_data again")
     return TokenStore(folder, content)
 
 

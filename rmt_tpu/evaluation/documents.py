@@ -148,21 +148,27 @@ def _from_hub(task: Task, flag: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
     return ((f"{path} {split} {number}", line) for number, line in enumerate(dataset))
 
 
-def read_texts(source: str, tokenizer: data.Tokenizer) -> Source:
+def read_texts(source: str, tokenizer: data.Tokenizer, model: str = "the model") -> Source:
     """Read the texts that the flag `--text` selects.
 
     Args:
       source: text files and globs, as for the `--data` flag of training, or a token store, whose
         held-out documents are read.
       tokenizer: the tokenizer of the model.
+      model: a description of the model, for error messages.
 
     Raises:
       UsageError: there is no text, or the token store was made with a different tokenizer, or of
         documents in which only parts have a loss.
     """
     if data.is_store(source):
-        store = data.open_store(source)
-        store.check_tokenizer(tokenizer)
+        store = data.open_store(source, "text")
+        if not store.has_tokenizer(tokenizer):
+            raise UsageError(
+                f"--text={source} was made with the tokenizer {store.tokenizer.name} "
+                f"({store.tokenizer.vocab_size} tokens), but {model} has {tokenizer.name} "
+                f"({tokenizer.vocab_size} tokens); legal: text files, or a store of that tokenizer"
+            )
         if store.has_marks:
             # Their texts lack the special tokens, and prompts would count like answers.
             raise UsageError(

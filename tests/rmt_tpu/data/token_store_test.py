@@ -186,7 +186,7 @@ def test_a_folder_without_a_store_is_refused(tmp_path):
         open_store(str(tmp_path))
 
 
-def test_another_tokenizer_is_refused_with_both_names(shared):
+def test_another_tokenizer_is_known(shared):
     class Other(ByteTokenizer):
         name = "other"
 
@@ -194,10 +194,17 @@ def test_another_tokenizer_is_refused_with_both_names(shared):
             return "another"
 
     opened = open_store(str(shared))
-    opened.check_tokenizer(BYTE)
-    with pytest.raises(UsageError, match="tokenizer 'byte' .257 tokens., but --tokenizer=other"):
-        opened.check_tokenizer(Other())
+    assert opened.has_tokenizer(BYTE) and not opened.has_tokenizer(Other())
     assert isinstance(Other(), Tokenizer)
+
+
+@pytest.mark.parametrize("flag", ["data", "text"])
+def test_a_store_that_is_not_there_is_refused_by_its_flag(tmp_path, flag):
+    with pytest.raises(UsageError, match=f"^--{flag}={tmp_path} has no token store: "):
+        open_store(str(tmp_path), flag)
+    (tmp_path / PLAN).write_bytes(seal({}))
+    with pytest.raises(UsageError, match=f"^--{flag}={tmp_path} is not complete; "):
+        open_store(str(tmp_path), flag)
 
 
 def change(store: Path, edit) -> None:

@@ -248,3 +248,24 @@ def test_a_store_of_completions_is_no_text(tmp_path):
         read_texts(stores[0], ByteTokenizer())
     prepare(source, "byte", stores[1], text_field="prompt", **how)
     assert read_texts(stores[1], ByteTokenizer()).documents
+
+
+def test_a_store_of_another_tokenizer_is_refused_in_words_of_this_recipe(tmp_path):
+    class Other(ByteTokenizer):
+        name = "runs/a/tokenizer.json"
+
+        def fingerprint(self) -> str:
+            return "another"
+
+    (tmp_path / "a.txt").write_text("\n<|endoftext|>\n".join(f"text {n}" for n in range(9)))
+    store = str(tmp_path / "store")
+    prepare(str(tmp_path / "a.txt"), "byte", store, eval_fraction=0.5, workers=1)
+    with pytest.raises(UsageError) as error:
+        read_texts(store, Other(), "the model in runs/a")
+    assert str(error.value) == (
+        f"--text={store} was made with the tokenizer byte (257 tokens), but the model in runs/a "
+        "has runs/a/tokenizer.json (257 tokens); legal: text files, or a store of that tokenizer"
+    )
+    (tmp_path / "store/manifest.json").unlink()
+    with pytest.raises(UsageError, match=f"^--text={store} is not complete; "):
+        read_texts(store, Other())
