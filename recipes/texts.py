@@ -43,6 +43,6 @@ def text_changes(changes: Mapping[str, Any], flag_names: Mapping[str, str]) -> d
     for name in names or [source]:
         if isinstance(name, str) and data.is_store(name):
             # Report an incomplete store before its tokenizer is read.
-            data.open_store(name)
+            data.open_store(name, "mixture" if names else "data")
             return more | {"data.tokenizer": name}
     return more

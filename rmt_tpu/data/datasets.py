@@ -1,7 +1,7 @@
 """Functions that load a run's text as training windows and held-out windows."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -61,6 +61,7 @@ def load_datasets(config: RunConfig, tokenizer: data.Tokenizer) -> Datasets:
     if not config.data.mixture:
         return _load(config, tokenizer, config.data.source)
     with _errors_of_mixture():
+        _check_one_tokenizer([each.source for each in config.data.mixture])
         found = [
             _load(config, tokenizer, each.source, trains=each.units > 0)
             for each in config.data.mixture
@@ -76,6 +77,24 @@ def load_datasets(config: RunConfig, tokenizer: data.Tokenizer) -> Datasets:
         for name, share, datasets in zip(mixture.names, mixture.shares, found, strict=True)
     )
     return Datasets(mixture, max(mixed, key=lambda each: each.share).windows, mixed)
+
+
+def _check_one_tokenizer(sources: Sequence[str]) -> None:
+    """Check that the token stores among the texts of a mixture have the same tokenizer.
+
+    Raises:
+      UsageError: two stores have different tokenizers, or a store is incomplete.
+    """
+    stores = [data.open_store(source) for source in sources if data.is_store(source)]
+    if len({store.tokenizer.fingerprint for store in stores}) > 1:
+        texts = ", ".join(
+            f"{store.url} has {store.tokenizer.name} ({store.tokenizer.vocab_size} tokens)"
+            for store in stores
+        )
+        raise UsageError(
+            f"--mixture: all texts need one tokenizer, but {texts}; legal: token stores that were "
+            "prepared with the same --tokenizer"
+        )
 
 
 def _load(
@@ -97,9 +116,9 @@ def _load(
             )
         if config.data.format != "text" and not store.has_marks:
             raise UsageError(
-                f"--format={config.data.format}: the token store --data={source} was prepared with "
-                "--format=text, so every token has a loss; legal: --format=text, or a store that "
-                f"was prepared with --format={config.data.format}"
+                f"--data={source} is a token store that was prepared with --format=text, so every "
+                "token has a loss; legal: --format=text, or a store that was prepared with "
+                f"--format={config.data.format}"
             )
         _check_vocabulary(config, tokenizer, special=store.has_marks)
         train, held_out = store.train, store.held_out

@@ -7,10 +7,13 @@ import pytest
 from recipes import common
 from rmt_tpu.analysis.dry_run import dry_run
 from rmt_tpu.config import MixtureSource, overrides, presets
+from rmt_tpu.data import load_tokenizer
+from rmt_tpu.data.datasets import load_datasets
 from rmt_tpu.data.prepare import prepare
 from rmt_tpu.errors import UsageError
 from rmt_tpu.experiments.runs import ExperimentText
 from rmt_tpu.storage import open_folder
+from tests.chats import special_tokenizer
 
 
 @pytest.fixture
@@ -30,6 +33,39 @@ def here(tmp_path, monkeypatch):
     for name, word in {"a": "stone", "b": "river"}.items():
         (tmp_path / f"{name}.txt").write_text(f"{word} over and\n<|endoftext|>\n" * 50 + word)
     return tmp_path
+
+
+def stores(here, tokenizers: dict[str, str]) -> None:
+    """Makes a token store of each text, x of a.txt and y of b.txt."""
+    for name, text in ("x", "a.txt"), ("y", "b.txt"):
+        prepare(text, tokenizers[name], str(here / name), eval_fraction=0.2, workers=1)
+
+
+def test_all_stores_of_a_mixture_need_one_tokenizer(config, here):
+    """Whichever of them --tokenizer names; the refusal does not send to the other one."""
+    special_tokenizer().save(here / "special")
+    stores(here, {"x": "byte", "y": "special"})
+    said = (
+        "--mixture: all texts need one tokenizer, but x has byte (257 tokens), y has special ("
+        f"{special_tokenizer().vocab_size} tokens); legal: token stores that were prepared with "
+        "the same --tokenizer"
+    )
+    for tokenizer in None, "x", "y", "byte":
+        found = config(mixture="x=0.5,y=0.5", tokenizer=tokenizer)
+        with pytest.raises(UsageError) as error:
+            load_datasets(found, load_tokenizer(found.data.tokenizer))
+        assert str(error.value) == said
+
+
+def test_a_mixture_and_its_tokenizer_must_fit(config, here):
+    special_tokenizer().save(here / "special")
+    stores(here, {"x": "byte", "y": "byte"})
+    found = config(mixture="x=0.5,y=0.5", tokenizer="special")
+    with pytest.raises(UsageError, match="^--mixture: x was made with .*legal: --tokenizer=x$"):
+        load_datasets(found, load_tokenizer("special"))
+    (here / "x/manifest.json").unlink()
+    with pytest.raises(UsageError, match="^--mixture=x is not complete; "):
+        config(mixture="x=0.5,y=0.5")
 
 
 MIXTURE = (MixtureSource("a.txt", 0.75), MixtureSource("b.txt", 0.25))

@@ -270,7 +270,7 @@ def test_a_store_of_plain_text_has_no_marks_for_another_format(tmp_path):
     changes = {"data.source": str(tmp_path / "store"), "data.seq_len": 32, "model.vocab_size": 257}
     config = overrides.apply(presets.run("rmt-tiny"), changes | {"train.batch_size": 2})
     load_datasets(config, BYTE)
-    with pytest.raises(UsageError, match="--format=completion: .*prepared with --format=text"):
+    with pytest.raises(UsageError, match="^--data=.* with --format=text, so .*=completion$"):
         load_datasets(overrides.apply(config, {"data.format": "completion"}), BYTE)
 
 
