@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from rmt_tpu.data import part_writer, prepare
-from rmt_tpu.data.token_store import MANIFEST, open_store
+from rmt_tpu.data.token_store import MANIFEST, PLAN, open_store
 from rmt_tpu.errors import RunError, UsageError
 
 
@@ -131,6 +131,18 @@ def test_what_a_team_left_is_gone_on_with(source, alone, tmp_path, monkeypatch, 
     totals = of_team(3, source, tmp_path / "store")
     assert len(set(totals)) == 1 and 0 < totals[0].kept < totals[0].parts
     assert files(tmp_path / "store") == files(alone)
+
+
+def test_a_team_that_fails_keeps_its_plan(tmp_path):
+    """One may fail while the others still work; a process alone leaves nothing."""
+    (tmp_path / "a.jsonl").write_text('{"text": 1}\n' * 200)
+    source = str(tmp_path / "a.jsonl")
+    ends = of_team(2, source, tmp_path / "store")
+    assert any(isinstance(end, UsageError) and "line 1" in str(end) for end in ends)
+    assert {PLAN, "tokenizer.json"} <= set(files(tmp_path / "store"))
+    with pytest.raises(UsageError, match="line 1"):
+        make(source, tmp_path / "alone")
+    assert not files(tmp_path / "alone")
 
 
 def test_shares_are_about_equal():
