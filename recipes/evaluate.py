@@ -87,7 +87,7 @@ def main() -> int:
     if is_hub(workdir):
         _check_hub_flags()
     from rmt_tpu.evaluation import documents, subjects
-    from rmt_tpu.evaluation.evaluate import ask_all, evaluate
+    from rmt_tpu.evaluation.evaluate import check_tasks, evaluate
     from rmt_tpu.evaluation.report import write_report
 
     folder = workdir
@@ -112,13 +112,14 @@ def main() -> int:
             compared.append(_other_subject(name))
     by_name, results = _by_name(compared), {}
     # Report a model that cannot read a task before the first model is run.
-    asked = {n: ask_all(subject, sources, _STRIDE.value) for n, subject in by_name.items()}
+    for subject in by_name.values():
+        check_tasks(subject, sources)
     with memory.report_out_of_memory("use a smaller --batch_tokens or --max_length"):
         for name, subject in by_name.items():
             try:
                 # The folders of other models may belong to somebody else, so they are only read.
                 subject = subject._replace(folder=folder)
-                results[name] = evaluate(subject, sources, _STRIDE.value, asked=asked.pop(name))
+                results[name] = evaluate(subject, sources, _STRIDE.value)
             except KeyboardInterrupt:
                 print(f"stopped; to resume:\n  {program.resume_command()}", file=sys.stderr)
                 return program.INTERRUPTED

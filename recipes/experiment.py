@@ -237,7 +237,7 @@ class _PlanTrainer:
         """Write the commands of the remaining runs to the script --commands."""
         from rmt_tpu.experiments.runs import write_commands
 
-        script = local.path("commands", _COMMANDS.value)
+        local.path("commands", _COMMANDS.value)
         if grows := [run.label for run in runs if run.grows_from is not None]:
             raise UsageError(
                 f"--commands cannot be used for runs that grow during training, like {grows[0]}; "

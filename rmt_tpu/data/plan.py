@@ -173,10 +173,15 @@ def write(
         check_same(folder, complete.get("plan"), plan)
     elif not folder.create(PLAN, seal(plan)):
         check_same(folder, read_sealed(folder, PLAN), plan)
-    # Other commands may be reading a complete store, so leave its files as they are if possible.
-    if complete is None or not _has_tokenizer(folder, tokenizer):
+    # Other commands may be reading a store, so leave its files as they are if possible.
+    if not _has_tokenizer(folder, tokenizer):
+        if folder.read(_CONFIG) is not None:
+            raise UsageError(
+                f"--output={folder.url} also holds a run, whose tokenizer the store's would "
+                f"replace; move {_CONFIG}, {_CHECKPOINTS} and the run's other files away"
+            )
         tokenizer.save(folder)
-    if template is not None and (complete is None or not _has_template(folder, template)):
+    if template is not None and not _has_template(folder, template):
         template.save(folder)
 
 
@@ -228,16 +233,18 @@ def _check_unused(folder: Folder) -> None:
       UsageError: the folder holds a run, a model or a tokenizer, or is the checkpoints of a run.
     """
     legal = "legal: a new folder, or the store to resume"
-    names = folder.names()
-    if {_CONFIG, f"{_CHECKPOINTS}/"} & set(names):
-        raise UsageError(f"{folder.url} holds a run or a model; {legal}")
+    names = set(folder.names())
+    # Another command may be making the store, so read the plan after the names. It is written
+    # before the tokenizer.
+    if any(read_sealed(folder, name) for name in (PLAN, MANIFEST)):
+        return
+    if {_CONFIG, f"{_CHECKPOINTS}/"} & names:
+        raise UsageError(
+            f"{folder.url} has a {_CONFIG} or {_CHECKPOINTS}, like a run or a model; {legal}"
+        )
     path = folder.local_path
     for inner in (path, *path.parents) if path is not None else ():
         if inner.name == _CHECKPOINTS and os.path.isfile(inner.parent / _CONFIG):
             raise UsageError(f"{folder.url} is in the folder of a run; {legal}")
-    # Another command may be making the store, so read the plan after the names. It is written
-    # before the tokenizer.
-    if {FILE, CONFIG_FILE} & set(names) and not any(
-        read_sealed(folder, name) for name in (PLAN, MANIFEST)
-    ):
+    if {FILE, CONFIG_FILE} & names:
         raise UsageError(f"{folder.url} holds a tokenizer; {legal}")

@@ -16,6 +16,7 @@ from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
 
 from rmt_tpu.data import Tokenizer
 from rmt_tpu.decoder import Decoder
+from rmt_tpu.errors import flag_errors
 from rmt_tpu.evaluation.documents import Source, SourceRequests, Total, ask, metrics
 from rmt_tpu.evaluation.metrics import Metric
 from rmt_tpu.evaluation.scorer import Answer, Scorer
@@ -98,32 +99,26 @@ class Result:
         }
 
 
-def ask_all(
-    subject: Subject, sources: Iterable[Source], stride: int | None = None
-) -> list[SourceRequests]:
-    """Return the requests of all sources for a model, which has not run yet.
-
-    Args:
-      subject: the model.
-      sources: the tasks and texts.
-      stride: the number of tokens that each window over a text scores; see `documents.ask`.
+def check_tasks(subject: Subject, sources: Iterable[Source]) -> None:
+    """Check that a model, which has not run yet, can read each task.
 
     Raises:
       UsageError: a text cannot be encoded, or a continuation is longer than the model can read.
     """
-    scorer = subject.scorer
-    asked = [ask(source, subject.tokenizer, scorer.max_length, stride) for source in sources]
-    for source, requests, _ in asked:
-        scorer.check(source.name, requests, limit=subject.limit)
+    for source in sources:
+        if source.task is not None:
+            _ask(subject, source, None)
+
+
+def _ask(subject: Subject, source: Source, stride: int | None) -> SourceRequests:
+    """Return the requests of a source, after a check that the model can read them."""
+    asked = ask(source, subject.tokenizer, subject.scorer.max_length, stride)
+    subject.scorer.check(source.name, asked.requests, limit=subject.limit)
     return asked
 
 
 def evaluate(
-    subject: Subject,
-    sources: Iterable[Source],
-    stride: int | None = None,
-    *,
-    asked: list[SourceRequests] | None = None,
+    subject: Subject, sources: Iterable[Source], stride: int | None = None
 ) -> list[Result]:
     """Evaluate a model on sources. Only answers that are not stored yet are computed.
 
@@ -131,24 +126,28 @@ def evaluate(
       subject: the model.
       sources: the tasks and texts.
       stride: the number of tokens that each window over a text scores; see `documents.ask`.
-      asked: the result of `ask_all` for the same arguments; None calls `ask_all`.
 
     Returns:
       One result per source, in order.
 
     Raises:
-      UsageError: see `ask_all`, or another process on this host is computing the same answers for
-        the same folder.
+      UsageError: a text cannot be encoded, a continuation is longer than the model can read, or
+        another process on this host is computing the same answers for the same folder.
     """
-    source_requests = ask_all(subject, sources, stride) if asked is None else asked
+    source_requests = [_ask(subject, source, stride) for source in sources]
     count = sum(len(requests.requests) for requests in source_requests)
     with _Progress(subject.name, count) as progress, contextlib.ExitStack() as outputs:
         pending = []
         for requests in source_requests:
             identity = _identity(subject, requests.source, stride)
             location = _location(subject.folder, requests.source, identity)
-            output = outputs.enter_context(open_output(location, progress.log))
-            pending.append(_PendingSource(subject.scorer, requests, identity, output))
+            source = _PendingSource(subject.scorer, requests, identity, Output(location))
+            if source.unanswered:
+                # Another process may have added answers since the file was read.
+                with flag_errors("output"):
+                    output = outputs.enter_context(open_output(location, progress.log))
+                source = _PendingSource(subject.scorer, requests, identity, output)
+            pending.append(source)
         progress.add(sum(len(source.lines) for source in pending))
         for source in pending:
             if source.unanswered and source.cut:

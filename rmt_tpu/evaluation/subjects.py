@@ -21,6 +21,7 @@ from rmt_tpu.evaluation.evaluate import Subject
 from rmt_tpu.evaluation.scorer import BATCH_TOKENS, Scorer, check_length, fingerprint
 from rmt_tpu.evaluation.scores import TokenScores
 from rmt_tpu.generation import cast_once
+from rmt_tpu.hub.models import is_hub
 from rmt_tpu.runs.loading import load_step
 from rmt_tpu.runs.warm_start import WarmStart
 from rmt_tpu.runs.workdir import read_config
@@ -47,7 +48,7 @@ def run_subject(
       step: the step of the checkpoint; None means the last good checkpoint.
       mesh: see `rmt_tpu.load`.
       max_length: the maximum number of tokens that the model reads at a time; None means the
-        training length.
+        training length, or the maximum length of a model in the hub's format.
       batch_tokens: the approximate number of tokens per batch on each device that has its own rows.
 
     Raises:
@@ -59,7 +60,8 @@ def run_subject(
     folder, limit = open_folder(workdir), None
     if max_length is None:
         max_length = seq_len
-        limit = f"{folder} reads {seq_len} tokens at once (its training length), which"
+        length = "maximum length" if is_hub(folder) else "training length"
+        limit = f"{folder} reads {seq_len} tokens at once (its {length}), which"
     check_length(decoder.config, max_length, str(folder))
     identity = {"weights": fingerprint(decoder), "step": step, "dtype": decoder.dtype.name}
     decoder = cast_once(decoder)

@@ -70,6 +70,9 @@ def announce_writer(location: str, log: Callable[[str], None]) -> Iterator[None]
         `location`.
     """
     folder, name = open_parent(location)
+    if folder.local_path is not None:
+        # Two links to a file have one announcement.
+        folder, name = open_parent(str((folder.local_path / name).resolve()))
     announcement = _Announcement(folder, f"{name}.{FILE}")
     other, is_here = announcement.claim()
     if is_here:
@@ -184,8 +187,9 @@ def _is_own(data: bytes) -> bool:
 def _parse_record(data: bytes) -> tuple[str | None, bool]:
     """Return which process wrote an announcement, and whether the process is on this host.
 
-    The first value is None if the process has ended, or has not renewed the file for several
-    minutes, or names a time that is several minutes in the future.
+    The first value is None if the process has ended. If it is on another host, or its start is not
+    known, the value is also None if the process has not renewed the file for several minutes, or
+    names a time that is several minutes in the future.
     """
     try:
         record = json.loads(data)
@@ -198,8 +202,13 @@ def _parse_record(data: bytes) -> tuple[str | None, bool]:
     except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
         return None, False
     is_here = host == socket.gethostname()
-    # A time that is too far in the future says nothing: the other host's clock is wrong.
-    if not abs(ago) <= _STALE_SECONDS or (is_here and not _is_alive(pid, started)):
+    if is_here and not _is_alive(pid, started):
+        return None, False
+    # The start of a process on this host proves that it is the one that announced itself. It may
+    # have been suspended. A time that is too far in the future says nothing: the other host's clock
+    # is wrong.
+    is_known = is_here and started is not None and started == start_ticks(pid)
+    if not is_known and not abs(ago) <= _STALE_SECONDS:
         return None, False
     return f"process {pid} on {host} (seen {max(ago, 0):.0f} s ago)", is_here
 

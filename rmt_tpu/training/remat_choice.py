@@ -27,7 +27,7 @@ _STATE_BYTES = 3 * 4 + 2 * 2
 # The largest share of a device's memory that the estimate may fill.
 _MOST = 0.9
 # Maps whether the residual is a matrix to the TPUs on which keeping products saves no time at some
-# sizes, by estimate. For matrices in blocks, it was not estimated on tpu7x.
+# sizes, by estimate. For matrices in blocks, this was not estimated on tpu7x.
 _NO_FASTER_ON = {False: ("tpu_v6_lite",), True: ("tpu7x",)}
 
 
@@ -71,7 +71,8 @@ def keeps_products(config: RunConfig, devices: Devices) -> Choice | None:
         return Choice(False, f"{devices.kind} is not a TPU whose memory is known")
     policy = "reversible_dots" if model.rebuilds_residual else "dots"
     if Target(devices.kind).slug in _NO_FASTER_ON[model.store.has_keys]:
-        return Choice(False, f'"{policy}" saves no time at some sizes on {devices.kind}')
+        reason = f'"{policy}" is not known to save time at every size on {devices.kind}'
+        return Choice(False, reason)
     of_token = _kept_per_token(config)
     if of_token is None:
         return Choice(False, "it is not known how much a layer would keep")

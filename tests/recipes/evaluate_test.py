@@ -90,7 +90,7 @@ def test_a_model_that_cannot_read_a_task_is_named_before_the_first_is_run(
     task = ("--tasks=lambada_openai", f"--data_dir={data_dir}", f"--output={tmp_path}/out")
     error = cli.fail("evaluate", f"--workdir={trained}", f"--against={tmp_path}/short", *task)
     assert error.startswith(
-        f"error: {tmp_path}/short reads 3 tokens at once (its training length), which is less than "
+        f"error: {tmp_path}/short reads 3 tokens at once (its maximum length), which is less than "
         "the 6 tokens of the longest continuation of lambada_openai; legal: --max_length=6 or more"
     )
     assert not list((tmp_path / "out").iterdir())

@@ -454,8 +454,8 @@ def test_a_folder_of_something_else_is_refused(source, tmp_path):
 @pytest.mark.parametrize(
     ("there", "output", "said"),
     [
-        ("config.json", "", "holds a run or a model"),
-        ("checkpoints/4/COMMIT", "", "holds a run or a model"),
+        ("config.json", "", "has a config.json or checkpoints, like a run or a model"),
+        ("checkpoints/4/COMMIT", "", "has a config.json or checkpoints, like a run or a model"),
         ("config.json", "checkpoints", "is in the folder of a run"),
         ("config.json", "checkpoints/4", "is in the folder of a run"),
         ("tokenizer.json", "", "holds a tokenizer"),
@@ -472,7 +472,17 @@ def test_a_run_a_model_or_a_tokenizer_is_kept(source, tmp_path, there, output, s
     before = files()
     message = refusal(source, folder / output)
     assert message.startswith(f"--output={folder / output} {said}; legal: a new folder, or the ")
-    assert files() == before and UsageError.exit_code == 2
+    assert files() == before
+
+
+def test_a_store_beside_a_run_keeps_the_tokenizer_of_both(source, tmp_path):
+    folder = tmp_path / "store"
+    made = make(source, folder)
+    (folder / "config.json").write_text("{}")
+    assert make(source, folder).train == made.train
+    (folder / "tokenizer.json").write_text("of another kind")
+    assert "also holds a run, whose tokenizer" in refusal(source, folder)
+    assert (folder / "tokenizer.json").read_text() == "of another kind"
 
 
 def test_a_file_in_the_way_of_the_output_is_told(source, tmp_path):

@@ -81,7 +81,12 @@ def test_answers_that_another_process_computes_are_not_computed_too(scorer, tmp_
     (kept,) = (tmp_path / "evaluation").iterdir()
     record = {"host": socket.gethostname(), "pid": os.getppid(), "seen": time.time()}
     kept.with_name(f"{kept.name}.running.json").write_text(json.dumps(record))
-    with pytest.raises(UsageError, match=f"^{kept} is in use by process .*another --output"):
+    # All answers are there.
+    assert [r.answered for r in evaluate(subject(scorer, tmp_path), SOURCES[:1])] == [0]
+    lines = kept.read_text().splitlines(keepends=True)
+    kept.write_text("".join(lines[:-1]))
+    in_use = f"^--output={kept} is in use by process .*another --output"
+    with pytest.raises(UsageError, match=in_use):
         evaluate(subject(scorer, tmp_path), SOURCES)
     assert sum(path.suffix == ".jsonl" for path in kept.parent.iterdir()) == 1
 

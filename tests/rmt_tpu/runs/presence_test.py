@@ -88,8 +88,26 @@ def test_one_that_was_killed_is_not_confused_with_another_of_its_number(tmp_path
         presence.announce_run(open_folder(tmp_path), pytest.fail),
     ):
         pass
+    # It may have been suspended for an hour.
+    (tmp_path / presence.FILE).write_text(json.dumps(word | {"seen": time.time() - 3600}))
+    with (
+        pytest.raises(UsageError, match=f"process {pid} on "),
+        presence.announce_run(open_folder(tmp_path), pytest.fail),
+    ):
+        pass
     (tmp_path / presence.FILE).write_text(json.dumps(word | {"started": word["started"] - 1}))
     with presence.announce_run(open_folder(tmp_path), pytest.fail):
+        pass
+
+
+def test_a_link_to_a_file_has_its_announcement(tmp_path):
+    word = {"host": HERE, "pid": os.getppid(), "seen": time.time()}
+    (tmp_path / f"a.jsonl.{presence.FILE}").write_text(json.dumps(word))
+    (tmp_path / "link.jsonl").symlink_to("a.jsonl")
+    with (
+        pytest.raises(UsageError, match=r"link.jsonl is in use by process"),
+        presence.announce_writer(str(tmp_path / "link.jsonl"), pytest.fail),
+    ):
         pass
 
 
