@@ -84,6 +84,7 @@ class TestCheck:
         server.faults.append(gcs_server.fault((401, "Invalid Credentials")))
         refused(gs.url, "credentials")
 
+    @pytest.mark.slow
     def test_a_service_that_has_no_time(self, server, gs, refused):
         server.faults.append(gcs_server.fault((503, "busy")))
         refused(gs.url, "503", "busy")
@@ -104,6 +105,7 @@ class TestCheck:
             monkeypatch.setenv("STORAGE_EMULATOR_HOST", f"http://127.0.0.1:{port}")
             refused(gs.url, "cannot be reached")
 
+    @pytest.mark.slow
     def test_a_server_that_ends_every_connection(self, server, gs, refused):
         server.faults.append(gcs_server.fault(gcs_server.LOST_REQUEST))
         refused(gs.url, "cannot be reached")
