@@ -275,7 +275,7 @@ def test_a_store_of_plain_text_has_no_marks_for_another_format(tmp_path):
 
 
 def test_a_text_without_answers_is_refused(tmp_path, monkeypatch):
-    """By the preparation of a store, and by a run on files or on an older store; unless unread."""
+    """A text without answers is refused when a store is prepared, and when a run trains on it."""
     source = write(tmp_path / "a.jsonl", [{"messages": [TALK[0], TALK[2]]}] * 60)
     (tmp_path / "chat.jinja").write_text(PLAIN)
     how = {"kind": "messages", "chat_template": str(tmp_path / "chat.jinja"), "workers": 1}

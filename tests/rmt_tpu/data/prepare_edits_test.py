@@ -111,7 +111,7 @@ def test_an_edit_of_a_few_bytes_is_noticed_in_a_complete_store(path, tmp_path, a
 
 
 def test_a_line_is_mended_before_any_part_is_finished(path, tmp_path):
-    """The same command then makes the store, as if it were the first; also with another seed."""
+    """Once the line is mended, the same command makes the store, and so does a new seed."""
     output, good = tmp_path / "store", path.read_text()
     for options in {}, {"seed": 1}:
         path.write_text('{"text": "good"}\n{"text": 1}\n' + good)
