@@ -10,7 +10,7 @@ from sharding.errors import MeshError, RmtError, divisors, nearest_multiples
 from sharding.spec import AXES, parse_mesh
 
 _ON_DEVICES = {
-    "mesh": ("make_mesh",),
+    "mesh": ("make_mesh", "mesh_sizes"),
     "per_device": (
         "add_up",
         "axis_index",

@@ -36,21 +36,35 @@ def make_mesh(spec: str, devices: Sequence[jax.Device] | None = None) -> Mesh:
         devices, or no axis can span the slices.
     """
     devices = jax.devices() if devices is None else devices
-    sizes = parse_mesh(spec)
-    fixed = math.prod(size for size in sizes.values() if size != -1)
-    fills = [axis for axis, size in sizes.items() if size == -1]
-    if fills and len(devices) % fixed == 0:
-        sizes[fills[0]] = len(devices) // fixed
-    elif fills or fixed != len(devices):
-        raise MeshError(
-            f"--mesh={spec!r} needs {fixed} devices{' or a multiple' if fills else ''}, but there "
-            f"are {len(devices)}; legal sizes of an axis: {divisors(len(devices))}, or -1 for all "
-            "devices that are left"
-        )
-    shape = tuple(sizes.get(axis, 1) for axis in AXES)
+    shape = tuple(mesh_sizes(spec, len(devices)).values())
     # With Auto axes, the compiler partitions code that is outside of per-device functions (see
     # `per_device`).
     return Mesh(_grid(spec, shape, devices), AXES, axis_types=(AxisType.Auto,) * len(AXES))
+
+
+def mesh_sizes(spec: str, count: int) -> dict[str, int]:
+    """Return a dict from each axis of `AXES`, in their order, to its size on `count` devices.
+
+    Args:
+      spec: the mesh as text, as in `make_mesh`.
+      count: the number of devices.
+
+    Raises:
+      MeshError: an axis is unknown or given twice, or the product of the sizes is not the number of
+        devices.
+    """
+    sizes = parse_mesh(spec)
+    fixed = math.prod(size for size in sizes.values() if size != -1)
+    fills = [axis for axis, size in sizes.items() if size == -1]
+    if fills and count % fixed == 0:
+        sizes[fills[0]] = count // fixed
+    elif fills or fixed != count:
+        raise MeshError(
+            f"--mesh={spec!r} needs {fixed} devices{' or a multiple' if fills else ''}, but there "
+            f"are {count}; legal sizes of an axis: {divisors(count)}, or -1 for all devices that "
+            "are left"
+        )
+    return {axis: sizes.get(axis, 1) for axis in AXES}
 
 
 def _grid(spec: str, shape: tuple[int, ...], devices: Sequence[jax.Device]) -> np.ndarray:

@@ -296,11 +296,11 @@ def preflight(
     if config.model.compute_dtype == "auto":
         config = overrides.apply(config, {"model.compute_dtype": "bfloat16"})
     if prompt is None:
-        # Only remat is resolved here. The residual's dtype stays "auto", so that the advice can try
-        # another remat, which may need another dtype.
-        devices = Devices(target.kind, target.devices)
-        remat = resolve_auto(config, devices=devices).model.remat
-        config = overrides.apply(config, {"model.remat": remat})
+        # The residual's dtype stays "auto", so that the advice can try another remat, which may
+        # need another dtype.
+        chosen = resolve_auto(config, devices=Devices(target.kind, target.devices))
+        resolved = {"model.remat": chosen.model.remat, "train.accumulate": chosen.train.accumulate}
+        config = overrides.apply(config, resolved)
     arguments, lower = {"config": overrides.to_json(config)}, f"{__name__}:lower_run"
     if prompt is not None:
         arguments, lower = (

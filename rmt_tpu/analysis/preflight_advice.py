@@ -96,7 +96,7 @@ def _batch_shards(mesh: dict[str, int]) -> int:
 def _parts_in_turn(report: Preflight) -> int:
     """Return into how many parts a device divides its rows: accumulated parts and microbatches."""
     train, stages = report.config.train, report.mesh.get("stage", 1)
-    return train.accumulate * ((train.microbatches or stages) if stages > 1 else 1)
+    return train.parts * ((train.microbatches or stages) if stages > 1 else 1)
 
 
 def _with_rows(report: Preflight, part: float, extra: int = 0) -> int:
@@ -117,7 +117,7 @@ def _parts(report: Preflight) -> list[Advice]:
     """
     if report.mesh.get("stage", 1) > 1:
         return _microbatches(report)
-    now, rows = report.config.train.accumulate, _rows(report)
+    now, rows = report.config.train.parts, _rows(report)
     more = [n for n in range(now + 1, rows + 1) if rows % n == 0]
     # Accumulation keeps a sum of gradients in addition to the current gradient.
     extra = report.memory["parameters"] if now == 1 else 0
@@ -135,7 +135,7 @@ def _microbatches(report: Preflight) -> list[Advice]:
     because the number that a pipeline keeps in memory is bounded.
     """
     stages, train = report.mesh["stage"], report.config.train
-    now, rows = train.microbatches or stages, _rows(report) // train.accumulate
+    now, rows = train.microbatches or stages, _rows(report) // train.parts
     microbatch_fraction = lambda count: (
         sharding.Schedule(stages, train.virtual_stages, count).max_in_flight() / count
     )
@@ -187,7 +187,7 @@ def _more_shards(report: Preflight) -> list[Advice]:
         changed = mesh | {"data": mesh["data"] // f, "fsdp": mesh["fsdp"] * f}
         why = f"divides parameters and optimizer state over {f} times as many devices"
         found.append(Advice(_mesh_flag(changed), why, size))
-    parts, twice = report.config.train.accumulate, 2 * mesh.get("sequence", 1)
+    parts, twice = report.config.train.parts, 2 * mesh.get("sequence", 1)
     tokens = twice * mesh.get("tensor", 1)  # Devices of both axes share the tokens and the heads.
     heads = (count for core in model.cores for count in core.divided_heads.values())
     sizes = [report.config.data.seq_len, *heads]

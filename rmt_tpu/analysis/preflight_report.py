@@ -105,7 +105,7 @@ def _heading(report: Preflight, name: str) -> str:
         if prompt.rows is not None:
             work = f"{STEPS} new tokens in each of {prompt.rows} rows of {prompt.tokens} tokens"
     else:
-        parts = f" in {train.accumulate} parts" if train.accumulate > 1 else ""
+        parts = f" in {train.parts} parts" if train.parts > 1 else ""
         work = f"{train.batch_size} x {report.config.data.seq_len} tokens per step{parts}"
         rest = f", remat {model.remat}"
     return (

@@ -4,9 +4,9 @@ import dataclasses
 from typing import Any, Literal
 
 Rule = Literal["fixed", "change", "free"]
-# Config paths of fields that can be "auto". A resumed run keeps the values that "auto" chose when
-# the run started, so that its loss curve continues.
-PINNED_ON_RESUME = ("model.remat", "model.store.dtype")
+# Config paths of fields whose values a run chooses if they are "auto" or None. A resumed run keeps
+# what it chose when it started, so that its loss curve continues.
+PINNED_ON_RESUME = ("model.remat", "model.store.dtype", "train.accumulate")
 # Fields of `train` that determine how a run starts. They have no effect once the run has a
 # checkpoint.
 START_FIELDS = ("init_from", "with_optimizer")

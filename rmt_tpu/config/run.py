@@ -107,7 +107,9 @@ class TrainConfig(Checked):
     Attributes:
       steps: number of optimizer steps.
       batch_size: number of sequences per step, over all devices and accumulation steps.
-      accumulate: number of parts into which a batch is split for gradient accumulation.
+      accumulate: number of parts into which a batch is split for gradient accumulation. None lets
+        the run choose: it is 1 unless a residual matrix of the whole batch does not fit in a TPU's
+        VMEM, and one of a part does (see `rmt_tpu.execution.plan`).
       optimizer: the optimizer with its hyperparameters.
       depth_rate: factor of the learning rate for the parameters of mixers that weight earlier
         outputs. In full_attention, block_attention and delta_attention, they are queries and
@@ -165,7 +167,7 @@ class TrainConfig(Checked):
 
     steps: Size = changeable(1000)
     batch_size: Size = changeable(64)
-    accumulate: Size = changeable(1)
+    accumulate: Size | None = changeable(None)
     optimizer: AdamW | Muon = changeable(AdamW())
     depth_rate: Positive | None = changeable(None)
     freeze: tuple[str, ...] = changeable(())
@@ -225,6 +227,11 @@ class TrainConfig(Checked):
                 f"train.tracker={shown(self.tracker)} and --tensorboard=off contradict each other; "
                 "set only one of them"
             )
+
+    @property
+    def parts(self) -> int:
+        """The number of parts in which a batch is computed: `accumulate`, or 1 if it is None."""
+        return self.accumulate or 1
 
     @property
     def tracker_names(self) -> tuple[str, ...]:

@@ -1,6 +1,7 @@
 """The plan of a train step: the choices that are made for it, with their reasons."""
 
 import math
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import jax
@@ -9,6 +10,7 @@ import jax.numpy as jnp
 import sharding
 from pallas_kernels.target import Target
 from rmt_tpu.config import ModelConfig, RunConfig
+from rmt_tpu.cores.experts import dropless
 from rmt_tpu.layers import choices
 from rmt_tpu.layers.choices import Choice
 from rmt_tpu.layers.kept import kept_by
@@ -39,8 +41,7 @@ class ExecutionPlan(NamedTuple):
         backward pass with their last axis innermost.
       rereads_rebuilt: whether the kernel that rebuilds the residual also reads it; None if no
         residual is rebuilt.
-      faster_in_parts: the number of parts in which a batch probably takes less time; None if no
-        residual is rebuilt. The step has `train.accumulate` parts whatever this is.
+      parts: the number of parts in which a batch is computed; None if no residual is rebuilt.
       whole_blocks: whether each block of attention over depth consists of whole periods of a stack
         of layers; None without blocks of several sublayers.
       padded_width: the width of a vector in a bank, including padding; None without a bank of
@@ -55,7 +56,7 @@ class ExecutionPlan(NamedTuple):
     products_in_turn: Choice
     kept_in_rows: Choice
     rereads_rebuilt: Choice | None
-    faster_in_parts: Choice | None
+    parts: Choice | None
     whole_blocks: Choice | None
     padded_width: Choice | None
     decode_kernels: Choice
@@ -80,7 +81,7 @@ def plan_of(config: RunConfig, mesh: jax.sharding.Mesh) -> ExecutionPlan:
     model, train = config.model, config.train
     target = Target(mesh.devices.flat[0].device_kind)
     schedule = _schedule(config, mesh)
-    tokens = train.batch_size // train.accumulate * config.data.seq_len
+    tokens = train.batch_size // train.parts * config.data.seq_len
     own_tokens = config.data.seq_len // math.prod(
         mesh.shape.get(axis, 1) for axis in sharding.RULES["tokens"]
     )
@@ -88,12 +89,11 @@ def plan_of(config: RunConfig, mesh: jax.sharding.Mesh) -> ExecutionPlan:
     kept = kept_by(model.remat)
     if in_turn.value and (schedule in _DIFFERENTIATED or (kept is not None and kept.products)):
         in_turn = Choice(False, "JAX differentiates each layer, and XLA may join its products")
-    in_place = rereads = parts = padded = None
+    in_place = rereads = padded = None
     if schedule == "reversible":
         size = jnp.dtype(model.store.dtype).itemsize * model.residual_size
         in_place = choices.outputs_in_place(target, model.data_shape[0])
         rereads = choices.rereads_rebuilt(target, tokens * size // mesh.size)
-        parts = _parts(target, config, size, mesh.size)
     if model.mixer.banked and not model.store.has_keys:
         padded = width(model)
     return ExecutionPlan(
@@ -104,7 +104,7 @@ def plan_of(config: RunConfig, mesh: jax.sharding.Mesh) -> ExecutionPlan:
         products_in_turn=in_turn,
         kept_in_rows=choices.kept_in_rows(target),
         rereads_rebuilt=rereads,
-        faster_in_parts=parts,
+        parts=_parts(config, target, mesh.shape),
         whole_blocks=whole_blocks(model),
         padded_width=padded,
         decode_kernels=_decode_kernels(model, target, mesh),
@@ -135,14 +135,35 @@ def whole_blocks(model: ModelConfig) -> Choice | None:
     return Choice(True, f"blocks of {block} sublayers are whole periods of the stacks of layers")
 
 
-def _parts(target: Target, config: RunConfig, size: int, devices: int) -> Choice:
-    train, seq_len = config.train, config.data.seq_len
-    tokens = train.batch_size * seq_len // devices
-    chosen = choices.faster_in_parts(target, tokens * size, tokens, train.batch_size // devices)
-    if chosen.value <= train.accumulate:
-        return chosen._replace(value=train.accumulate)
-    flag = f"--set=train.accumulate={chosen.value}"
-    return Choice(chosen.value, f"{chosen.reason}, with {flag} (this step has {train.accumulate})")
+def faster_in_parts(config: RunConfig, target: Target, mesh: Mapping[str, int]) -> Choice | None:
+    """Choose the number of parts in which a batch probably takes the least time.
+
+    The result is None if the backward pass rebuilds no residual matrix, and if choices of experts
+    are dropped, because a part would drop others than the whole batch.
+
+    Args:
+      config: the run's config; its remat policy and the dtype of its residual are not "auto".
+      target: the device that the step is compiled for.
+      mesh: a dict from the names of the mesh axes to their sizes.
+    """
+    model, train = config.model, config.train
+    if not model.rebuilds_residual or dropless(model) != model:
+        return None
+    rows = train.batch_size // math.prod(mesh.get(a, 1) for a in sharding.RULES["batch"])
+    tokens = train.batch_size * config.data.seq_len // math.prod(mesh.values())
+    size = jnp.dtype(model.store.dtype).itemsize * model.residual_size
+    return choices.faster_in_parts(target, tokens * size, tokens, rows)
+
+
+def _parts(config: RunConfig, target: Target, mesh: Mapping[str, int]) -> Choice | None:
+    chosen, parts = faster_in_parts(config, target, mesh), config.train.parts
+    if chosen is None or chosen.value == parts:
+        return chosen
+    reason = f"train.accumulate={parts} is set"
+    if chosen.value > parts:
+        better = f"--set=train.accumulate={chosen.value} probably takes less time"
+        reason = f"{reason}; {better}, because {chosen.reason}"
+    return Choice(parts, reason)
 
 
 def _schedule(config: RunConfig, mesh: jax.sharding.Mesh) -> str:

@@ -112,8 +112,6 @@ def rereads_rebuilt(target: Target, residual_bytes: int) -> Choice:
 def faster_in_parts(target: Target, residual_bytes: int, tokens: int, rows: int) -> Choice:
     """Choose the number of parts of a batch in which a train step probably takes the least time.
 
-    The choice is only advice, because it changes how gradients are rounded.
-
     Args:
       target: the device that the program is compiled for.
       residual_bytes: the size of the residual on one device.

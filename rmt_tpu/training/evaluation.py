@@ -185,7 +185,7 @@ class TaskMetrics:
             seq_len,
             rows=devices(sharding.RULES["batch"]) * parts,
             tokens=2 * tokens if tokens > 1 else 1,
-            batch_tokens=train.batch_size * seq_len // train.accumulate,
+            batch_tokens=train.batch_size * seq_len // train.parts,
         )
         for asked in self._asked:
             self._scorer.check(asked.source.name, asked.requests, flag="seq_len")

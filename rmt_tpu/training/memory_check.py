@@ -55,7 +55,7 @@ def lower_bound(config: RunConfig, run: PreparedRun) -> MemoryLowerBound:
     # rebuilds residuals, and with a mixer that keeps a bank of earlier outputs instead.
     keeps_residuals = not model.rebuilds_residual and not model.mixer.banked
     tokens = train.batch_size * config.data.seq_len
-    tokens_at_once = tokens // train.accumulate
+    tokens_at_once = tokens // train.parts
     if run.mesh.shape["stage"] > 1:
         tokens_at_once //= train.microbatches or run.mesh.shape["stage"]
     dtypes = residual_dtype(model), compute_dtype(model.compute_dtype)

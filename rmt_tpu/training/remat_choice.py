@@ -65,7 +65,8 @@ def keeps_products(config: RunConfig, devices: Devices) -> Choice | None:
         return None
     if model.mixer.kept_residuals is None:
         return None
-    if sharding.parse_mesh(config.train.mesh).get("stage", 1) != 1:
+    sizes = sharding.mesh_sizes(config.train.mesh, devices.count)
+    if sizes["stage"] != 1:
         return None
     if chip is None or not chip.hbm:
         return Choice(False, f"{devices.kind} is not a TPU whose memory is known")
@@ -76,9 +77,10 @@ def keeps_products(config: RunConfig, devices: Devices) -> Choice | None:
     of_token = _kept_per_token(config)
     if of_token is None:
         return Choice(False, "it is not known how much a layer would keep")
-    tokens = config.train.batch_size * config.data.seq_len // config.train.accumulate
+    tokens = config.train.batch_size * config.data.seq_len // config.train.parts
     kept = of_token * tokens // devices.count
-    needed = kept + _STATE_BYTES * sum(cost.parameters(model).values()) // _shards(config, devices)
+    shards = math.prod(sizes[axis] for axis in ("fsdp", "tensor"))
+    needed = kept + _STATE_BYTES * sum(cost.parameters(model).values()) // shards
     fits = needed <= _MOST * chip.hbm
     size = lambda count: f"{count / 1e9:.1f} GB"
     return Choice(
@@ -122,11 +124,3 @@ def _keeps_outputs(model: ModelConfig) -> bool:
     """
     in_blocks = whole_blocks(model) if model.store.has_keys else None
     return model.rebuilds_residual or (in_blocks is not None and in_blocks.value)
-
-
-def _shards(config: RunConfig, devices: Devices) -> int:
-    """Return the number of devices over which each parameter is sharded."""
-    sizes = sharding.parse_mesh(config.train.mesh)
-    given = math.prod(size for size in sizes.values() if size > 0)
-    filled = {axis: devices.count // given if size < 0 else size for axis, size in sizes.items()}
-    return math.prod(max(filled.get(axis, 1), 1) for axis in ("fsdp", "tensor"))

@@ -13,6 +13,7 @@ from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
 import sharding
+from pallas_kernels.target import Target
 from rmt_tpu import data
 from rmt_tpu.config import REVERSIBLE, START_FIELDS, Core, ModelConfig, RematPolicy, RunConfig
 from rmt_tpu.cores.experts import dropless
@@ -21,6 +22,7 @@ from rmt_tpu.distributed import program_cache
 from rmt_tpu.errors import UsageError
 from rmt_tpu.evaluation.scores import TokenScores, token_scores
 from rmt_tpu.execution import kernels, pipelined
+from rmt_tpu.execution.plan import faster_in_parts
 from rmt_tpu.layers.parameters import metadata
 from rmt_tpu.residual.fixed_point import with_float_residual
 from rmt_tpu.training import compiler_options, depth_rate
@@ -96,12 +98,14 @@ def resolve_auto(
     resume_overrides: Mapping[str, Any] = MappingProxyType({}),
     devices: Devices | None = None,
 ) -> RunConfig:
-    """Return `config` with each "auto" in the model replaced by the choice for this platform.
+    """Return `config` with each "auto", and `accumulate`, replaced by the choice for this platform.
 
     The default remat of an RMT is "reversible". It takes less time than "full" on TPUs (by
     estimate) and CPUs, and less memory on all platforms. It is not available with pipeline stages
     or a bfloat16 residual. The default of other models is "full". If `remat_choice.keeps_products`
     says so, products are kept as well: the default is then "reversible_dots" or "dots".
+
+    A batch has one part by default, or more if `plan.faster_in_parts` says so.
 
     Args:
       config: the run's config.
@@ -111,10 +115,11 @@ def resolve_auto(
         replaces the values of the config. A value that it has not set stays, so that
         `workdir.check_workdir` sees the difference.
       devices: the devices that the run trains on; None if they are not known. No policy that
-        keeps products is then chosen.
+        keeps products is then chosen, and a batch has one part.
 
     Raises:
       UsageError: a dtype is float64 without JAX_ENABLE_X64, and jax would silently use float32.
+      MeshError: the mesh does not fit the number of devices.
     """
     model = config.model
     for path, dtype in {
@@ -149,6 +154,8 @@ def resolve_auto(
         began["depth_rate"] = resume_overrides.get("train.depth_rate")
     train = dataclasses.replace(config.train, **began)
     config = RunConfig(dataclasses.replace(model, store=store), train, config.data)
+    parts = train.accumulate or _parts(config, resume_overrides.get("train.accumulate"), devices)
+    config = dataclasses.replace(config, train=dataclasses.replace(train, accumulate=parts))
     is_free = asked == "auto" and "model.remat" not in resume_overrides
     if is_free and devices is not None:
         keeps = keeps_products(config, devices)
@@ -159,7 +166,7 @@ def resolve_auto(
     return config
 
 
-def _remat(model: ModelConfig, stages: int, resume_overrides: Mapping[str, str]) -> RematPolicy:
+def _remat(model: ModelConfig, stages: int, resume_overrides: Mapping[str, Any]) -> RematPolicy:
     if model.remat != "auto":
         return model.remat
     can_be_rebuilt = model.store.has_keys and model.store.dtype != "bfloat16" and stages == 1
@@ -167,6 +174,18 @@ def _remat(model: ModelConfig, stages: int, resume_overrides: Mapping[str, str])
     if resume_overrides.get("model.remat") in legal:
         return resume_overrides["model.remat"]
     return "reversible" if "reversible" in legal else "full"
+
+
+def _parts(config: RunConfig, kept: int | None, devices: Devices | None) -> int:
+    """Return the number of parts of a batch: the one that a resumed run has, or the fastest."""
+    if devices is None:
+        return kept or 1
+    sizes = sharding.mesh_sizes(config.train.mesh, devices.count)
+    shards = math.prod(sizes[axis] for axis in sharding.RULES["batch"])
+    if kept and config.train.batch_size % (kept * shards) == 0:
+        return kept
+    chosen = faster_in_parts(config, Target(devices.kind), sizes)
+    return 1 if chosen is None else chosen.value
 
 
 def prepare(config: RunConfig, mesh: jax.sharding.Mesh) -> PreparedRun:
@@ -267,7 +286,7 @@ def _held_out_loss(
 
     def loss(params: Any, batch: data.Batch) -> Loss:
         of_part = lambda part: batch_loss(graphdef, params, part, schedule=schedule)
-        return sharding.add_up(add_up_parts(of_part, batch, config.train.accumulate))
+        return sharding.add_up(add_up_parts(of_part, batch, config.train.parts))
 
     return loss
 
@@ -325,7 +344,7 @@ def pipeline_schedule(config: RunConfig, mesh: jax.sharding.Mesh) -> sharding.Sc
         return None
     schedule = sharding.Schedule(stages, virtual, config.train.microbatches or stages)
     devices = math.prod(mesh.shape[axis] for axis in sharding.RULES["batch"])
-    rows = config.train.batch_size // devices // config.train.accumulate
+    rows = config.train.batch_size // devices // config.train.parts
     pipelined.check(config.model, schedule, rows)
     return schedule
 
@@ -348,7 +367,7 @@ def _in_chunks(params: Any, names: Any, virtual: int) -> Any:
 def check_sizes(config: RunConfig, mesh: jax.sharding.Mesh) -> None:
     """Raise MeshError unless batches, sequences, heads and experts divide evenly over the mesh."""
     train, model = config.train, config.model
-    parts, tokens = train.accumulate, mesh.shape["sequence"] * mesh.shape["tensor"]
+    parts, tokens = train.parts, mesh.shape["sequence"] * mesh.shape["tensor"]
     sharding.check_divides(mesh, "--batch_size", train.batch_size, "batch", parts=parts)
     sharding.check_divides(mesh, "--seq_len", config.data.seq_len, "tokens")
     # Devices that share a sequence divide the heads among them. If there are too few heads, the

@@ -172,7 +172,7 @@ def make_gradients(
             return jax.tree.map(wide, grads), loss
 
         grads, loss = add_up_parts(
-            lambda part: part_gradients(params, part), batch, config.train.accumulate
+            lambda part: part_gradients(params, part), batch, config.train.parts
         )
         return sharding.add_up(grads, specs), sharding.add_up(loss)
 

@@ -19,6 +19,7 @@ from rmt_tpu.config import RunConfig, overrides, presets
 from rmt_tpu.estimator.ops import OPS
 from rmt_tpu.execution.plan import plan_of
 from rmt_tpu.experiments import catalog, plan
+from rmt_tpu.training.remat_choice import Devices
 from rmt_tpu.training.run import resolve_auto
 from tests import cli
 from tests.pallas_kernels import public_ops
@@ -147,14 +148,15 @@ def all_plans() -> str:
         changes = dict(overrides.parse_assignment(each) for each in [change] if each)
         for name in names:
             given = {"model.compute_dtype": "bfloat16"} | changes
-            config = overrides.apply(presets.run(name), given)
             for topology, mesh in _PLACES:
+                config = overrides.apply(presets.run(name), given | {"train.mesh": mesh})
                 devices = jax.devices()
                 if topology is not None:
                     devices = topologies.get_topology_desc(topology, "tpu").devices
                 count = math.prod(sharding.parse_mesh(mesh).values())
                 made = sharding.make_mesh(mesh, devices[:count])
-                lines = plan_of(resolve_auto(config), made).lines()
+                resolved = resolve_auto(config, devices=Devices(devices[0].device_kind, count))
+                lines = plan_of(resolved, made).lines()
                 text = "".join(f"  {title}: {line}\n" for title, line in lines.items())
                 found.setdefault(text, []).append(f"{name} {change} {topology} {mesh}\n")
     return "".join(f"{''.join(where)}{text}" for text, where in found.items())

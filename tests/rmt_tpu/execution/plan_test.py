@@ -15,6 +15,7 @@ from rmt_tpu.config.presets import run as preset_run
 from rmt_tpu.execution.plan import plan_of
 from rmt_tpu.layers import choices
 from rmt_tpu.residual.depth_attention import DepthAttention
+from rmt_tpu.training.remat_choice import Devices
 from rmt_tpu.training.run import resolve_auto
 
 
@@ -25,7 +26,9 @@ def plan(name, topology=None, *, mesh="data=1", **changes):
     if topology:
         devices = topologies.get_topology_desc(platform="tpu", topology_name=topology).devices
     devices = devices[: int(mesh.partition("=")[2])]
-    return plan_of(resolve_auto(config), sharding.make_mesh(mesh, devices))
+    config = overrides.apply(config, {"train.mesh": mesh})
+    resolved = resolve_auto(config, devices=Devices(devices[0].device_kind, len(devices)))
+    return plan_of(resolved, sharding.make_mesh(mesh, devices))
 
 
 def values(found):
@@ -37,7 +40,8 @@ def values(found):
 
 @pytest.mark.parametrize("topology, in_place", [("v5e:2x2", True), ("tpu7x:2x2x1", False)])
 def test_an_rmt(topology, in_place):
-    found = plan("rmt-305m", topology, train__batch_size=16, data__seq_len=512)
+    size = {"train__batch_size": 16, "data__seq_len": 512}
+    found = plan("rmt-305m", topology, model__remat="reversible", **size)
     assert found.target.on_tpu
     assert values(found) | {"target": None} == {
         "target": None,
@@ -47,7 +51,7 @@ def test_an_rmt(topology, in_place):
         "products_in_turn": True,
         "kept_in_rows": True,
         "rereads_rebuilt": topology == "tpu7x:2x2x1",
-        "faster_in_parts": 1,
+        "parts": 1,
         "whole_blocks": None,
         "padded_width": None,
         "decode_kernels": True,
@@ -105,22 +109,36 @@ def test_what_fills_half_of_a_chips_vmem_is_large(kind, most):
 @pytest.mark.parametrize(
     ("batch", "accumulate", "parts", "said"),
     [
-        (16, 1, 1, "of all tokens may stay"),
-        (32, 1, 2, "of one part may stay in VMEM.*train.accumulate=2 .this step has 1"),
-        (32, 2, 2, "of one part may stay in VMEM between two kernels$"),
-        (48, 1, 3, "train.accumulate=3 .this step has 1"),
-        (40, 1, 4, "less than 8192 tokens"),
+        (16, None, 1, "^a residual of all tokens may stay"),
+        (16, 2, 2, "^train.accumulate=2 is set$"),
+        (32, None, 2, "^a residual of one part may stay in VMEM between two kernels$"),
+        (32, 1, 1, "=1 is set; --set=train.accumulate=2 probably.* a residual of one part may"),
+        (32, 2, 2, "^a residual of one part may stay in VMEM between two kernels$"),
+        (48, None, 3, "of one part"),
+        (40, None, 1, "less than 8192 tokens"),
     ],
 )
-def test_a_batch_is_faster_in_parts_whose_residual_fits(batch, accumulate, parts, said):
+def test_a_batch_has_parts_whose_residual_fits(batch, accumulate, parts, said):
     changes = {"train__batch_size": batch, "train__accumulate": accumulate}
-    found = plan("rmt-305m", "v5e:2x2", data__seq_len=512, **changes).faster_in_parts
+    found = plan("rmt-305m", "v5e:2x2", data__seq_len=512, **changes).parts
     assert re.search(said, found.reason)
-    assert found.value == (1 if "less than" in said else parts)
-    assert plan("rmt-305m", "tpu7x:2x2x1", data__seq_len=512, **changes).faster_in_parts.value == (
-        accumulate
-    )
-    assert plan("gpt2-tiny", "v5e:2x2").faster_in_parts is None
+    assert found.value == parts
+    elsewhere = plan("rmt-305m", "tpu7x:2x2x1", data__seq_len=512, **changes).parts
+    assert elsewhere.value == (accumulate or 1)
+    assert plan("gpt2-tiny", "v5e:2x2").parts is None
+
+
+def test_parts_are_of_the_rows_of_one_device():
+    """Rows that devices share by their tokens or D_k are divided over fewer devices."""
+
+    def parts(mesh, rows, tokens):
+        changes = {"train__batch_size": rows, "data__seq_len": tokens}
+        changes |= {"model__attention__positions": "rope"}
+        return plan("rmt-305m", "v5e:2x2", mesh=mesh, **changes).parts.value
+
+    assert parts("fsdp=2", 64, 512) == 2 and parts("fsdp=2", 32, 512) == 1
+    # A device has 8192 tokens of each row.
+    assert parts("sequence=2", 2, 16384) == 2
 
 
 def test_products_come_in_turn_where_that_is_faster():

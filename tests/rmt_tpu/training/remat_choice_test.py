@@ -49,7 +49,13 @@ def config_of(preset, changes):
         ("llama-1.2b", {"train.mesh": "fsdp=-1"}, Devices(V5E, 4), "dots"),
         ("llama-1.2b", {"train.mesh": "data=2,tensor=2"}, Devices("TPU v5", 4), "dots"),
         ("rmt-305m", {}, Devices(V5E, 1), "reversible_dots"),
-        ("rmt-305m", {"train.batch_size": 96}, Devices(V5E, 1), "reversible"),
+        ("rmt-305m", {"train.batch_size": 96}, Devices(V5E, 1), "reversible_dots"),  # in 6 parts
+        (
+            "rmt-305m",
+            {"train.batch_size": 96, "train.accumulate": 1},
+            Devices(V5E, 1),
+            "reversible",
+        ),
         ("rmt-305m", {"train.mesh": "fsdp=2,key=2"}, Devices(V5E, 4), "reversible_dots"),
         ("rmt-305m", {"model.remat": "reversible"}, Devices(V5E, 1), "reversible"),
         ("rmt-305m", {"model.store.dtype": "bfloat16"}, Devices(V5E, 1), "full"),
