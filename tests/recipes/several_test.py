@@ -39,7 +39,11 @@ class Child:
 
 @pytest.fixture
 def train(monkeypatch, tmp_path):
-    """Train as many runs as there are children, all at the same time."""
+    """Train as many runs as there are children, all at the same time.
+
+    A shell's background ignores Ctrl-C, which some of these tests send.
+    """
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
 
     def run(*children: Child, settled: Callable[[several.Trial], bool] = bool) -> int | None:
         monkeypatch.delattr(os, "sched_getaffinity", raising=False)
@@ -49,7 +53,8 @@ def train(monkeypatch, tmp_path):
         trials = [several.Trial(f"arm/seed-{n}", folder, config) for n in range(len(children))]
         return several.train_in_processes(trials, len(children), settled)
 
-    return run
+    yield run
+    signal.signal(signal.SIGINT, before)
 
 
 def send(*numbers: int) -> Callable[[int], None]:
