@@ -152,7 +152,7 @@ def residuals(*sources: Reports) -> str:
     cycles with the standard residual. It shows the best guess, and then the range over all cost
     models. It is "-" if a source lacks the report.
     """
-    names = _distinct(part.split("@")[0] for part in sources[0])
+    names = _distinct(part.split("@")[0] for reports in sources for part in reports)
     costs = [{part: of["steps"][0] for part, of in reports.items()} for reports in sources]
     chips_of = [_distinct(part.split("@")[1] for part in source) for source in costs]
     pairs = list(zip(costs, chips_of, strict=True))

@@ -100,14 +100,20 @@ _RESIDUALS = {
     "wide": "--set=model.mixer=wide_streams",
     "mudd": "--set=model.mixer=mudd",
 }
+# Mixers of several streams in plain JAX.
+_STREAMS = {
+    "hc": "--set=model.mixer=hyper_connections",
+    "mhc": "--set=model.mixer=mhc",
+    "mhc-lite": "--set=model.mixer=mhc_lite",
+}
 
 
-def _residuals(preset: str, chips: tuple[str, ...]) -> Source:
+def _residuals(preset: str, chips: tuple[str, ...], flags: dict[str, str]) -> Source:
     command = f"python -m recipes.kernel_report --step --presets={preset} --targets="
-    parts = tuple(f"{residual}@{chip}" for residual in _RESIDUALS for chip in chips)
+    parts = tuple(f"{residual}@{chip}" for residual in flags for chip in chips)
     taking = f"{command}{{chip}} {{flags}} --output={{folder}}"
     shown = f"{command}{','.join(chips)} FLAGS"
-    return Source(shown, parts, taking, "step_cost.json", _RESIDUALS)
+    return Source(shown, parts, taking, "step_cost.json", flags)
 
 
 # The programs of the table for GPUs, with the flags that select each: train steps of 16 sequences,
@@ -178,8 +184,8 @@ SOURCES = {
     "attention": _ops("attention"),
     "step_16": _steps(16),
     "step_32": _steps(32),
-    "residuals_405m": _residuals("gpt2-405m", ("v5e", "v6e")),
-    "residuals_160m": _residuals("gpt2-160m", ("v5e",)),
+    "residuals_405m": _residuals("gpt2-405m", ("v5e", "v6e"), _RESIDUALS),
+    "residuals_160m": _residuals("gpt2-160m", ("v5e",), _RESIDUALS | _STREAMS),
     "peers": _peers(("llama-374m-2048@v5e", "llama-374m-2048@v5p")),
     "peers_v6e": _peers(("llama-374m-2048@v6e",), compiles=1),
     "peers_long": _peers(("llama-374m-8192@v5e", "llama-374m-8192@v5p")),

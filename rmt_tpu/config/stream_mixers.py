@@ -16,8 +16,24 @@ from rmt_tpu.config.plain_start import PlainStart
 from rmt_tpu.errors import UsageError
 
 
+class _Streams(System):
+    """The base class of mixers with several residual vectors, which each sublayer reads and writes.
+
+    Attributes:
+      streams: number of residual vectors (m).
+    """
+
+    one_residual: ClassVar[bool] = False
+    streams: Size
+
+    @property
+    def kept_residuals(self) -> int:
+        """Half of the streams before a layer, rounded up, and what the sublayer writes."""
+        return -(-self.streams // 2) + 1
+
+
 @dataclass(frozen=True)
-class HyperConnections(System):
+class HyperConnections(_Streams):
     """Hyper-connections: several residual vectors, with learned reads, writes and mixing.
 
     Attributes:
@@ -27,7 +43,6 @@ class HyperConnections(System):
     """
 
     kind: ClassVar[str] = "hyper_connections"
-    one_residual: ClassVar[bool] = False
     note: ClassVar[str] = (
         "starts as the plain model; no sqrt(m) on outputs, unlike its paper; projections decay, "
         "static coefficients and scales do not"
@@ -74,7 +89,7 @@ def _projected_flops(m: int, coefficients: int, model: Sizes) -> int:
 
 
 @dataclass(frozen=True)
-class Mhc(System):
+class Mhc(_Streams):
     """mHC: hyper-connections with mixing matrices made doubly stochastic by Sinkhorn iterations.
 
     Attributes:
@@ -83,7 +98,6 @@ class Mhc(System):
     """
 
     kind: ClassVar[str] = "mhc"
-    one_residual: ClassVar[bool] = False
     note: ClassVar[str] = (
         "starts as the plain model; no sqrt(m) on outputs; projections decay, biases do not"
     )
@@ -113,7 +127,7 @@ class Mhc(System):
 
 
 @dataclass(frozen=True)
-class MhcLite(System):
+class MhcLite(_Streams):
     """mHC-lite: hyper-connections whose mixing matrix is a convex combination of permutations.
 
     Attributes:
@@ -123,7 +137,6 @@ class MhcLite(System):
     """
 
     kind: ClassVar[str] = "mhc_lite"
-    one_residual: ClassVar[bool] = False
     streams: Size = 4
     init: Literal["paper", "prenorm"] = "paper"
 
@@ -170,7 +183,7 @@ class MhcLite(System):
 
 
 @dataclass(frozen=True)
-class WideStreams(System):
+class WideStreams(_Streams):
     """Wide streams: several residuals per token, each with its own read and write weights.
 
     Attributes:
@@ -185,7 +198,6 @@ class WideStreams(System):
     kind: ClassVar[str] = "wide_streams"
     on_matrix: ClassVar[bool] = True
     note: ClassVar[str] = "starts as the plain model if `forget` is 0; its weights do not decay"
-    one_residual: ClassVar[bool] = False
     streams: Size = 4
     spread: NonNegative = 1.0
     forget: Decay = 0.0
@@ -198,11 +210,6 @@ class WideStreams(System):
                 "0.001 at each write, and the limit must be larger; legal: 0, or at least 0.002 "
                 "and below 1"
             )
-
-    @property
-    def kept_residuals(self) -> int:
-        """Half of the streams before a layer, rounded up, and what the sublayer writes."""
-        return -(-self.streams // 2) + 1
 
     def plain_start(self, model: Sizes) -> PlainStart:
         """Return whether a new model computes the same as a model with a standard residual.
@@ -342,6 +349,7 @@ class Highway(System):
 
     kind: ClassVar[str] = "highway"
     note: ClassVar[str] = "gates and values are drawn like other weights, decay and have no biases"
+    kept_residuals: ClassVar[int | None] = 2
     input: Literal["normed", "raw"] = "normed"
     activation: Literal["sigmoid", "tanh"] = "sigmoid"
     form: Literal["add", "carry", "gated"] = "add"

@@ -71,7 +71,9 @@ def config_of(preset, changes):
         ("rmt-attnres-305m", {"train.batch_size": 64}, Devices(V5E, 1), "full"),
         ("rmt-attnres-305m", THIRDS, Devices(V5E, 1), "full"),
         ("rmt-attnres-305m", {"model.mixer.query": "input"}, Devices(V5E, 1), "full"),
-        ("gpt2-405m", {"model.mixer": "hyper_connections"}, Devices(V5E, 1), "full"),
+        ("gpt2-405m", {"model.mixer": "depth_lstm"}, Devices(V5E, 1), "full"),
+        ("gpt2-405m", {"model.mixer": "hyper_connections"}, Devices(V5E, 1), "dots"),
+        ("gpt2-160m", {"model.mixer": "mhc"}, Devices(V5E, 1), "dots"),
         ("gpt2-405m", {"model.mixer": "residual_scalars"}, Devices(V5E, 1), "dots"),
         ("gpt2-160m", {"model.mixer": "wide_streams"}, Devices(V5E, 1), "dots"),
         ("kimi-tiny", {"model.mixer": "sum"}, Devices(V5E, 1), "full"),
@@ -146,6 +148,8 @@ def test_cores_keep_as_many_numbers_as_they_say(preset, changes):
         ({"model.mixer": "residual_scalars", "model.mixer.values": False}, 3),
         ({"model.mixer": "wide_streams", "model.mixer.streams": 3}, 5),
         ({"model.mixer": "wide_streams", "model.mixer.streams": 8}, 10),
+        ({"model.mixer": "highway"}, 3),
+        ({"model.mixer": "highway", "model.mixer.form": "gated"}, 4),
     ],
 )
 def test_mixers_keep_at_most_as_many_residuals_as_they_say(mixer, rows):
@@ -155,6 +159,16 @@ def test_mixers_keep_at_most_as_many_residuals_as_they_say(mixer, rows):
     cores = sum(core.kept_numbers(model.width) for core in model.stacks[0].cores)
     assert stacked_numbers(model) == cores + rows * model.width
     assert rows <= 2 * model.mixer.kept_residuals
+
+
+@pytest.mark.parametrize("mixer", ["hyper_connections", "mhc", "mhc_lite"])
+def test_streams_are_kept_with_the_coefficients_of_a_write(mixer):
+    """A token's m (m + 1) coefficients in float32 are too few to be counted."""
+    model = config_of("gpt2-tiny", {"model.remat": "dots", "model.mixer": mixer}).model
+    model = resolve_auto(dataclasses.replace(run("gpt2-tiny"), model=model)).model
+    cores, m = sum(c.kept_numbers(model.width) for c in model.stacks[0].cores), model.mixer.streams
+    kept = 2 * model.mixer.kept_residuals
+    assert stacked_numbers(model) == cores + kept * model.width + 2 * m * (m + 1)
 
 
 @pytest.mark.slow
