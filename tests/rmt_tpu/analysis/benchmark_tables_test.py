@@ -132,6 +132,8 @@ def test_residuals_have_their_ratio_over_the_plain_one():
     ]
     with_another = residuals(reports, {"plain@v5e": report(1e8, 2e8, 4e8)}).splitlines()
     assert with_another[3] == "| x | **1.10** (1.00 to 1.50) | - | 3.3 | - |"
+    first, both = {"plain@v5e": report(1e8, 2e8, 4e8)}, reports
+    assert residuals(first, both).splitlines()[3] == "| x | - | **1.10** (1.00 to 1.50) | - | 3.3 |"
 
 
 def test_moments_have_the_differences_of_each_seed():
