@@ -87,7 +87,7 @@ def main() -> int:
     if is_hub(workdir):
         _check_hub_flags()
     from rmt_tpu.evaluation import documents, subjects
-    from rmt_tpu.evaluation.evaluate import check_tasks, evaluate
+    from rmt_tpu.evaluation.evaluate import check_sources, evaluate
     from rmt_tpu.evaluation.report import write_report
 
     folder = workdir
@@ -111,9 +111,9 @@ def main() -> int:
         else:
             compared.append(_other_subject(name))
     by_name, results = _by_name(compared), {}
-    # Report a model that cannot read a task before the first model is run.
+    # Report a model that cannot read a task or a text before the first model is run.
     for subject in by_name.values():
-        check_tasks(subject, sources)
+        check_sources(subject, sources, _STRIDE.value)
     with memory.report_out_of_memory("use a smaller --batch_tokens or --max_length"):
         for name, subject in by_name.items():
             try:

@@ -213,6 +213,7 @@ def ask(
     max_length: int,
     stride: int | None,
     flag: str = "tasks",
+    model: str = "the model",
 ) -> SourceRequests:
     """Return the scoring requests of all documents of a source.
 
@@ -230,18 +231,15 @@ def ask(
       stride: the number of tokens that each window over a text scores. The rest of a window is
         context. The first window scores all its tokens. None means `max_length`.
       flag: the command-line flag that set the task, for error messages.
+      model: the name of the model, for error messages.
 
     Raises:
-      UsageError: a text cannot be encoded or has no token to score, or the stride exceeds
-        `max_length`, so that a window could not contain its scored tokens.
+      UsageError: a text cannot be encoded or has no token to score, or `check_stride` refuses the
+        stride.
     """
     asked = "--text" if source.task is None else f"--{flag}={source.name}"
     if source.kind == "text":
-        if stride is not None and stride > max_length:
-            raise UsageError(
-                f"--stride={stride} is more than the {max_length} tokens of a window "
-                f"(--max_length); legal: 1 to {max_length}"
-            )
+        check_stride(stride, max_length, model)
         bos = np.array([tokenizer.bos], np.int32)
         encoded = tokenizer.encode_all([document.pairs[0][1] for document in source.documents])
         windows = [
@@ -274,6 +272,24 @@ def ask(
             )
         requests.append(Request(tokenizer.with_bos(text[:prefix]), text[prefix:]))
     return SourceRequests(source, requests, owners)
+
+
+def check_stride(stride: int | None, max_length: int, model: str) -> None:
+    """Check that the windows over a text can contain the tokens that they score.
+
+    Args:
+      stride: the number of tokens that each window scores; None means `max_length`.
+      max_length: the maximum number of tokens that the model reads at a time.
+      model: the name of the model, for the error message.
+
+    Raises:
+      UsageError: the stride exceeds `max_length`.
+    """
+    if stride is not None and stride > max_length:
+        raise UsageError(
+            f"--stride={stride} is more than the {max_length} tokens that {model} reads at once "
+            f"(--max_length); legal: 1 to {max_length}"
+        )
 
 
 def _strip_context(context: str, continuation: str) -> tuple[str, str]:

@@ -17,7 +17,14 @@ from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
 from rmt_tpu.data import Tokenizer
 from rmt_tpu.decoder import Decoder
 from rmt_tpu.errors import flag_errors
-from rmt_tpu.evaluation.documents import Source, SourceRequests, Total, ask, metrics
+from rmt_tpu.evaluation.documents import (
+    Source,
+    SourceRequests,
+    Total,
+    ask,
+    check_stride,
+    metrics,
+)
 from rmt_tpu.evaluation.metrics import Metric
 from rmt_tpu.evaluation.scorer import Answer, Scorer
 from rmt_tpu.generation.files import Output, open_output
@@ -99,20 +106,31 @@ class Result:
         }
 
 
-def check_tasks(subject: Subject, sources: Iterable[Source]) -> None:
-    """Check that a model, which has not run yet, can read each task.
+def check_sources(subject: Subject, sources: Iterable[Source], stride: int | None = None) -> None:
+    """Check that a model, which has not run yet, can read each task and text.
+
+    The texts themselves, which may be long, are not encoded.
+
+    Args:
+      subject: the model.
+      sources: the tasks and texts.
+      stride: the number of tokens that each window over a text scores; see `documents.ask`.
 
     Raises:
-      UsageError: a text cannot be encoded, or a continuation is longer than the model can read.
+      UsageError: the text of a task cannot be encoded, a continuation is longer than the model can
+        read, or the stride exceeds the number of tokens that the model reads.
     """
     for source in sources:
         if source.task is not None:
-            _ask(subject, source, None)
+            _ask(subject, source, stride)
+        else:
+            check_stride(stride, subject.scorer.max_length, subject.name)
 
 
 def _ask(subject: Subject, source: Source, stride: int | None) -> SourceRequests:
     """Return the requests of a source, after a check that the model can read them."""
-    asked = ask(source, subject.tokenizer, subject.scorer.max_length, stride)
+    max_length = subject.scorer.max_length
+    asked = ask(source, subject.tokenizer, max_length, stride, model=subject.name)
     subject.scorer.check(source.name, asked.requests, limit=subject.limit)
     return asked
 

@@ -96,6 +96,23 @@ def test_a_model_that_cannot_read_a_task_is_named_before_the_first_is_run(
     assert not list((tmp_path / "out").iterdir())
 
 
+def test_a_stride_that_another_model_cannot_use_is_refused_before_the_first_is_run(
+    trained, tmp_path
+):
+    """The run reads 16 tokens at once; the model to compare with was made for 8."""
+    vector = {"num_heads": 4, "inverse_layer_scaling": False, "positions": Rope()}
+    decoder = models.byte_decoder(kind="vector", **vector)
+    export(decoder, ByteTokenizer(), tmp_path / "short", max_length=8, kind="rmt_tpu")
+    (tmp_path / "text.txt").write_text("some words")
+    text = (f"--text={tmp_path}/text.txt", "--stride=16", f"--output={tmp_path}/out")
+    error = cli.fail("evaluate", f"--workdir={trained}", f"--against={tmp_path}/short", *text)
+    assert error == (
+        "error: --stride=16 is more than the 8 tokens that short reads at once (--max_length); "
+        "legal: 1 to 8"
+    )
+    assert not list((tmp_path / "out").iterdir())
+
+
 def test_where_results_cannot_be_written_nothing_is_read(data_dir, tmp_path):
     """The folder of --output is tried first; it is below a file."""
     output = f"--output={data_dir}/piqa.jsonl/out"

@@ -175,8 +175,9 @@ def test_a_stride_above_the_window_is_refused():
     source = Source("text", "text", [whole_text("abc" * 20)], "")
     requests = ask(source, ByteTokenizer(), 8, 8).requests
     assert max(len(request.continuation) for request in requests) == 8
-    with pytest.raises(UsageError, match=r"^--stride=9 is more than the 8 tokens .*legal: 1 to 8$"):
-        ask(source, ByteTokenizer(), 8, 9)
+    message = r"^--stride=9 is more than the 8 tokens that tiny reads at once .*; legal: 1 to 8$"
+    with pytest.raises(UsageError, match=message):
+        ask(source, ByteTokenizer(), 8, 9, model="tiny")
 
 
 def test_a_text_without_a_start_token_where_the_tokenizer_puts_none():
