@@ -53,8 +53,23 @@ def source() -> str:
         try:
             describe(init_from)
         except UsageError as error:
+            if _is_run(init_from):
+                raise UsageError(
+                    f"--init_from={init_from} is a run folder; legal: --workdir={init_from}, or a "
+                    "folder in Hugging Face format"
+                ) from None
             raise UsageError(f"--init_from cannot be loaded: {error}") from None
     return workdir if init_from is None else init_from
+
+
+def _is_run(folder: str) -> bool:
+    from rmt_tpu.runs.workdir import read_config
+
+    try:
+        read_config(folder)
+    except UsageError:
+        return False
+    return True
 
 
 def note_missing_start(tokenizer) -> None:

@@ -176,6 +176,15 @@ def test_usage_of_files(trained, tmp_path, flags, words):
 
 
 @pytest.mark.slow
+def test_a_run_folder_in_the_place_of_a_folder_of_the_hub_is_named_as_one(trained):
+    """The flag --init_from of `recipes.train` takes both."""
+    error = cli.fail("generate", f"--init_from={trained}")
+    assert error == (
+        f"error: --init_from={trained} is a run folder; legal: --workdir={trained}, or a folder in "
+        "Hugging Face format"
+    )
+
+
 def test_note_when_positions_end(trained, loaded):
     done = cli.succeed("generate", f"--workdir={trained}", "--prompt=the", "--temperature=0")
     # Four tokens with the start; the 64th position reads the last token but one.
