@@ -21,7 +21,7 @@ import time
 
 from absl import flags
 
-from recipes import program, trained
+from recipes import interrupts, program, trained
 from rmt_tpu import memory
 from rmt_tpu.errors import ArgumentError, UsageError, arguments_as_flags, flag_errors
 from rmt_tpu.hub.models import is_hub
@@ -77,6 +77,7 @@ _OUTPUT = flags.DEFINE_string(
 )
 
 
+@interrupts.terminated()
 def main() -> int:
     """Evaluate a model on the tasks and texts that the flags name, write a report, and return 0."""
     _check_flags()
@@ -120,9 +121,9 @@ def main() -> int:
                 # The folders of other models may belong to somebody else, so they are only read.
                 subject = subject._replace(folder=folder)
                 results[name] = evaluate(subject, sources, _STRIDE.value)
-            except KeyboardInterrupt:
+            except KeyboardInterrupt as interrupt:
                 print(f"stopped; to resume:\n  {program.resume_command()}", file=sys.stderr)
-                return program.INTERRUPTED
+                return interrupts.exit_code(interrupt)
     print(write_report(results, folder))
     print(f"picture: {folder}/plots/evaluation.png")
     print(f"took {time.monotonic() - started:.0f} s")

@@ -13,7 +13,7 @@ folder then also has PyTorch code, which the transformers library uses to load t
 
 from absl import flags
 
-from recipes import program
+from recipes import interrupts, program
 from rmt_tpu.errors import arguments_as_flags, flag_errors
 
 _WORKDIR = flags.DEFINE_string(
@@ -38,6 +38,7 @@ _KIND = flags.DEFINE_enum(
 )
 
 
+@interrupts.terminated()
 def main() -> int:
     """Write a run folder's model in the hub's format, and return 0."""
     from rmt_tpu.data import read_template

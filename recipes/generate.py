@@ -19,7 +19,7 @@ from typing import Any
 
 from absl import flags
 
-from recipes import program, trained
+from recipes import interrupts, program, trained
 from rmt_tpu import memory
 from rmt_tpu.errors import UsageError, about_flag, arguments_as_flags, flag_errors
 
@@ -63,6 +63,7 @@ _SEED = flags.DEFINE_integer(
 )
 
 
+@interrupts.terminated()
 def main() -> int:
     """Generate text for --prompt, or samples for the file --prompts, and return 0."""
     _check_flags()

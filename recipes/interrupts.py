@@ -1,4 +1,4 @@
-"""Ctrl-C in a recipe, which ends it with one line and the exit code that a shell reports.
+"""Ctrl-C and SIGTERM in a recipe, which end it with one line and the code that a shell reports.
 
 This module imports only small modules, because it is the first that a recipe imports.
 """
@@ -16,8 +16,55 @@ from typing import Any, NoReturn
 # The exit code that a shell reports for SIGINT.
 INTERRUPTED = 130
 
+# Signals that `terminated` handles: SIGTERM is sent by schedulers and `timeout`, and SIGHUP by a
+# terminal that closes.
+_TERMINATING = (signal.SIGTERM, signal.SIGHUP)
+
 # Seconds after which an interrupt that Python has ignored is sent again.
 _AGAIN_SECONDS = 0.05
+
+
+class Terminated(KeyboardInterrupt):
+    """The error that `terminated` raises; it is handled like Ctrl-C, but has another exit code.
+
+    Args:
+      number: the number of the signal.
+    """
+
+    def __init__(self, number: int):
+        super().__init__(f"stopped by {signal.Signals(number).name}")
+        self.number = number
+
+
+def exit_code(interrupt: KeyboardInterrupt) -> int:
+    """Return the exit code that a shell reports for the signal that caused an interrupt."""
+    return 128 + interrupt.number if isinstance(interrupt, Terminated) else INTERRUPTED
+
+
+@contextlib.contextmanager
+def terminated() -> Iterator[None]:
+    """Raise a `Terminated` in the `with` body for SIGTERM and SIGHUP, so that it can clean up.
+
+    By default such a signal ends a process without a line, and what the process has not written yet
+    is lost. A signal that the process ignores or handles in another way is left alone, for example
+    SIGHUP under nohup. After the first signal, the next one ends the process.
+    """
+    handled = [n for n in _TERMINATING if signal.getsignal(n) is signal.SIG_DFL]
+    # Only the main thread may set a handler.
+    if threading.current_thread() is not threading.main_thread():
+        handled = []
+    for number in handled:
+        signal.signal(number, _terminate)
+    try:
+        yield
+    finally:
+        for number in handled:
+            signal.signal(number, signal.SIG_DFL)
+
+
+def _terminate(number: int, frame: FrameType | None) -> NoReturn:
+    signal.signal(number, signal.SIG_DFL)
+    raise Terminated(number)
 
 
 def end_at_once(number: int = signal.SIGINT, frame: FrameType | None = None) -> NoReturn:
@@ -73,8 +120,11 @@ def _sends_again(report: Callable[[Any], Any]) -> Callable[[Any], None]:
             report(ignored)
             return
         # Python would ignore it here, too, so a thread waits until the callback has returned.
-        main = threading.main_thread().ident
-        again = threading.Timer(_AGAIN_SECONDS, signal.pthread_kill, (main, signal.SIGINT))
+        main, number = threading.main_thread().ident, signal.SIGINT
+        if isinstance(ignored.exc_value, Terminated):
+            number = ignored.exc_value.number
+            signal.signal(number, _terminate)
+        again = threading.Timer(_AGAIN_SECONDS, signal.pthread_kill, (main, number))
         again.daemon = True
         again.start()
 
@@ -82,14 +132,14 @@ def _sends_again(report: Callable[[Any], Any]) -> Callable[[Any], None]:
 
 
 def leave(code: int | None) -> NoReturn:
-    """Exit with `code`; after Ctrl-C, without the end of the interpreter.
+    """Exit with `code`; after Ctrl-C or `terminated`, without the end of the interpreter.
 
-    Threads of a compiler may still run after Ctrl-C. They crash when the interpreter ends, so the
-    process ends without it, after everything that the interpreter calls before: threads are waited
-    for, exit handlers run, and the standard streams are flushed. Another Ctrl-C ends the process at
-    once.
+    Threads of a compiler may still run after an interrupt. They crash when the interpreter ends, so
+    the process ends without it, after everything that the interpreter calls before: threads are
+    waited for, exit handlers run, and the standard streams are flushed. Another Ctrl-C ends the
+    process at once.
     """
-    if code != INTERRUPTED:
+    if code not in (INTERRUPTED, *(128 + number for number in _TERMINATING)):
         sys.exit(code)
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, end_at_once)

@@ -175,7 +175,7 @@ def _main(main: Callable[[], int | None], argv: list[str]) -> int | None:
     except RmtError as error:
         return _fail(str(error), error.exit_code)
     except KeyboardInterrupt as interrupt:
-        return _fail(str(interrupt) or "interrupted", INTERRUPTED)
+        return _fail(str(interrupt) or "interrupted", interrupts.exit_code(interrupt))
     except Exception as error:
         if line := _no_platform():
             return _fail(line, UsageError.exit_code)

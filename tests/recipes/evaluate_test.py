@@ -80,6 +80,29 @@ def test_a_folder_of_the_hub_is_compared_and_left_as_it_is(data_dir, tmp_path):
     assert results["hub"][0]["metrics"] == results["own"][0]["metrics"]
 
 
+# When the model has answered its first batch, which is not written yet.
+TERMINATED = """
+import os, signal
+from rmt_tpu.evaluation.scorer import Scorer
+usual = Scorer.answers
+def answers(self, requests):
+    for batch in usual(self, requests):
+        yield batch
+        os.kill(os.getpid(), signal.SIGTERM)
+Scorer.answers = answers
+"""
+
+
+def test_sigterm_keeps_the_answers_so_far_and_says_how_to_resume(trained, data_dir, tmp_path):
+    task = ("--tasks=piqa", f"--data_dir={data_dir}", f"--output={tmp_path}", "--batch_tokens=64")
+    process = cli.start("evaluate", f"--workdir={trained}", *task, first=TERMINATED)
+    _, said = process.communicate()
+    assert process.returncode == 143
+    assert "stopped; to resume:" in said.splitlines()[-2] and "--tasks=piqa" in said
+    (kept,) = (tmp_path / "evaluation").iterdir()
+    assert 1 <= len(kept.read_text().splitlines()) < 16
+
+
 def test_a_model_that_cannot_read_a_task_is_named_before_the_first_is_run(
     trained, data_dir, tmp_path
 ):

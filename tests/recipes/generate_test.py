@@ -140,6 +140,32 @@ def test_a_file_of_prompts(trained, loaded, tmp_path):
     assert "samples with model='48-" in refused("--step=20")
 
 
+# When the first sample is written, and others are on their way.
+TERMINATED = """
+import os, signal
+from rmt_tpu.generation.files import Output
+usual = Output.add
+def add(self, *lines):
+    usual(self, *lines)
+    os.kill(os.getpid(), signal.SIGTERM)
+Output.add = add
+"""
+
+
+def test_sigterm_ends_it_with_a_line_and_the_same_command_resumes(trained, tmp_path):
+    (tmp_path / "in.txt").write_text("the\nquick\nbrown\n")
+    out = tmp_path / "out.jsonl"
+    flags = (f"--workdir={trained}", f"--prompts={tmp_path}/in.txt", f"--output={out}")
+    process = cli.start("generate", *flags, "--max_tokens=4", first=TERMINATED)
+    _, said = process.communicate()
+    assert (process.returncode, said.splitlines()[-1]) == (143, "error: stopped by SIGTERM")
+    assert {path.name for path in tmp_path.iterdir()} == {"in.txt", "out.jsonl"}
+    kept = len(out.read_text().splitlines())
+    assert 1 <= kept < 3
+    again = cli.succeed("generate", *flags, "--max_tokens=4").stderr
+    assert f"3 texts, {3 - kept} left to generate" in again
+
+
 @pytest.mark.parametrize(
     "flags, words",
     [

@@ -1,4 +1,4 @@
-"""Ctrl-C in a recipe, before it can raise an error, while it works, and when it ends."""
+"""Ctrl-C and SIGTERM in a recipe: before it can raise an error, while it works, when it ends."""
 
 import gc
 import os
@@ -73,6 +73,38 @@ def test_what_python_ignores_is_sent_again(monkeypatch):
     assert not ignored
 
 
+def test_a_signal_that_ends_a_process_is_an_error_with_its_exit_code():
+    for number, code in ((signal.SIGTERM, 143), (signal.SIGHUP, 129)):
+        with pytest.raises(interrupts.Terminated) as error, interrupts.terminated():
+            signal.raise_signal(number)
+        assert str(error.value) == f"stopped by {number.name}"
+        assert interrupts.exit_code(error.value) == code
+        assert signal.getsignal(number) is signal.SIG_DFL
+    assert interrupts.exit_code(KeyboardInterrupt()) == 130
+
+
+def test_a_signal_that_a_process_ignores_stays_ignored():
+    """The process is under nohup."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with interrupts.terminated():
+            signal.raise_signal(signal.SIGHUP)
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def test_a_termination_that_python_ignores_is_sent_again():
+    def terminate(phase, info):
+        gc.callbacks.remove(terminate)
+        signal.raise_signal(signal.SIGTERM)
+
+    with pytest.raises(interrupts.Terminated), interrupts.raised(), interrupts.terminated():
+        gc.callbacks.append(terminate)
+        gc.collect()
+        time.sleep(60)
+
+
 def test_other_errors_that_python_ignores_are_reported(monkeypatch):
     ignored = []
     monkeypatch.setattr(sys, "unraisablehook", lambda found: ignored.append(found.exc_type))
@@ -108,10 +140,14 @@ program.start_unparsed(main)
 
 
 @pytest.mark.parametrize(
-    ("how", "said"),
-    [("raise KeyboardInterrupt", "error: interrupted\n"), ("return program.INTERRUPTED", "")],
+    ("how", "code", "said"),
+    [
+        ("raise KeyboardInterrupt", 130, "error: interrupted\n"),
+        ("return program.INTERRUPTED", 130, ""),
+        ("raise program.interrupts.Terminated(15)", 143, "error: stopped by SIGTERM\n"),
+    ],
 )
-def test_after_ctrl_c_the_interpreter_is_left_as_it_is(how, said):
+def test_after_an_interrupt_the_interpreter_is_left_as_it_is(how, code, said):
     done = run("-c", LEAVE.format(how=how))
-    assert (done.returncode, done.stderr) == (130, said)
+    assert (done.returncode, done.stderr) == (code, said)
     assert done.stdout == "threads end, \nexit handlers run"
