@@ -47,15 +47,21 @@ def main() -> None:
 
 
 def _run(arguments: argparse.Namespace, data_dir: str | None, scratch: Path) -> None:
-    """Adjust the arguments of the harness's `run` command for --data_dir and --use_cache."""
+    """Check the model's arguments, and adjust those for --data_dir and --use_cache."""
     from rmt_tpu.evaluation import documents, harness
 
-    arguments.model = arguments.model or "rmt_tpu"
+    arguments.model = arguments.model or harness.MODEL
     if data_dir is not None:
-        tasks = documents.find_tasks(arguments.tasks or [])
+        if not arguments.tasks:
+            raise UsageError(f"--data_dir={data_dir} needs --tasks, the tasks whose data it has")
+        tasks = documents.find_tasks(arguments.tasks)
         harness.write_tasks([documents.read_task(task, data_dir) for task in tasks], scratch)
         arguments.tasks = [str(scratch / f"{task.name}.yaml") for task in tasks]
         _without_defaults()
+    # A file of --config may have the arguments of the model; --use_cache needs them here.
+    in_file = arguments.config and not (arguments.model_args or arguments.use_cache)
+    if arguments.model == harness.MODEL and not in_file:
+        harness.check_arguments(arguments.model_args or {})
     if arguments.use_cache is not None:
         arguments.use_cache = harness.cache_path(arguments.use_cache, **arguments.model_args)
 

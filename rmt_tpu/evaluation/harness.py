@@ -11,9 +11,11 @@ does not import torch itself.
 """
 
 import hashlib
+import inspect
 import json
 import logging
 from collections import defaultdict
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +25,7 @@ from lm_eval.api.registry import register_model
 from lm_eval.models.utils import normalize_gen_kwargs
 
 from rmt_tpu.data.chat import TEMPLATE_FILE, ChatTemplate, read_template
-from rmt_tpu.errors import UsageError
+from rmt_tpu.errors import UsageError, shown, unknown
 from rmt_tpu.evaluation import subjects
 from rmt_tpu.evaluation.documents import Source, Total, rolling
 from rmt_tpu.evaluation.draws import request_sampling
@@ -35,7 +37,10 @@ from rmt_tpu.runs.loading import identity
 _LOG = logging.getLogger("rmt_tpu")
 
 
-@register_model("rmt_tpu")
+MODEL = "rmt_tpu"
+
+
+@register_model(MODEL)
 class RmtTpu(TemplateLM):
     """A trained model that lm-eval can evaluate, from Python or from its command line.
 
@@ -300,6 +305,26 @@ class RmtTpu(TemplateLM):
         if learned is not None and len(tokens) + new_tokens >= learned.max_length:
             tokens = tokens[-max(learned.max_length - 1 - new_tokens, 1) :]
         return self._with_start(tokens)
+
+
+def check_arguments(model_args: Mapping[str, Any]) -> None:
+    """Check the arguments of `RmtTpu` that are given as --model_args.
+
+    Raises:
+      UsageError: the argument `workdir` is missing, an argument is unknown, or the value of a
+        number is none.
+    """
+    parameters = inspect.signature(RmtTpu).parameters
+    if "workdir" not in model_args:
+        raise UsageError(
+            "--model_args needs workdir=FOLDER, a run folder or a folder in Hugging Face format"
+        )
+    for name, value in model_args.items():
+        if name not in parameters:
+            raise UsageError(unknown("--model_args", name, parameters))
+        is_number = parameters[name].annotation in (int, int | None)
+        if is_number and type(value) is not int and value != parameters[name].default:
+            raise UsageError(f"--model_args {name}={shown(value)} must be a whole number")
 
 
 def cache_path(path: str, workdir: str, step: int | None = None, **options: Any) -> str:

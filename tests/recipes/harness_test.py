@@ -247,9 +247,17 @@ def test_the_command(offline, trained, sources, tmp_path):
     assert done.returncode == 0, done.stderr
     assert "|arc_easy" in done.stdout and "|winogrande" in done.stdout
     assert list(tmp_path.glob("kept-48-*.db"))
-    wrong = cli.run_line(f"{run} --tasks pika --data_dir .", quiet)
-    assert wrong.returncode == 2 and wrong.stderr.count("\n") == 1
-    assert "error: --tasks 'pika' is unknown; did you mean 'piqa'" in wrong.stderr
+    refused = {
+        "--tasks pika --data_dir .": "--tasks 'pika' is unknown; did you mean 'piqa'",
+        "--limit 3 --data_dir .": "--data_dir=. needs --tasks, the tasks whose data it has",
+        "--tasks a": "--model_args needs workdir=FOLDER, a run folder or a folder in",
+        f"--tasks a --use_cache {tmp_path}/b": "--model_args needs workdir=FOLDER",
+        f"--tasks a --model_args workdir={trained},stepp=3": "--model_args 'stepp' is unknown; did",
+    }
+    for flags, message in refused.items():
+        wrong = cli.run_line(f"{run} {flags}", quiet)
+        assert wrong.returncode == 2 and wrong.stderr.count("\n") == 1, wrong.stderr
+        assert f"error: {message}" in wrong.stderr
 
 
 def test_texts_are_not_for_its_files(harness, tmp_path):

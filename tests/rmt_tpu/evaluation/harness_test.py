@@ -8,6 +8,7 @@ from types import ModuleType, SimpleNamespace
 import pytest
 
 from rmt_tpu.data import ByteTokenizer
+from rmt_tpu.errors import UsageError
 from rmt_tpu.evaluation import subjects
 from rmt_tpu.storage import open_folder
 
@@ -36,6 +37,20 @@ def harness(monkeypatch):
     monkeypatch.setattr(package, "harness", None, raising=False)
     del sys.modules[MODULE]
     return importlib.import_module(MODULE)
+
+
+def test_arguments_of_the_model_are_checked(harness):
+    harness.check_arguments(
+        {"workdir": "runs/a", "step": 3, "mesh": "tensor=2", "max_length": None}
+    )
+    refused = {
+        "--model_args needs workdir=FOLDER": {"step": 3},
+        "--model_args 'stepp' is unknown; did you mean 'step'": {"workdir": "a", "stepp": 3},
+        "--model_args step='new' must be a whole number": {"workdir": "a", "step": "new"},
+    }
+    for message, given in refused.items():
+        with pytest.raises(UsageError, match=f"^{message}"):
+            harness.check_arguments(given)
 
 
 @pytest.mark.parametrize("config, starts", [({"model_type": "llama"}, False), ({}, True)])
