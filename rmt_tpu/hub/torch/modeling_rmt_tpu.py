@@ -22,6 +22,10 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import GenerationMixin, PretrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutput
+from transformers.utils import can_return_tuple
+
+# Outputs that this code does not have; `forward` refuses to be asked for them.
+WITHHELD = ("output_attentions", "output_hidden_states")
 
 
 class RmtTpuConfig(PretrainedConfig):
@@ -368,6 +372,7 @@ class RmtTpuForCausalLM(PreTrainedModel, GenerationMixin):
         keys = getattr(getattr(self, "store", None), "position_keys", None)
         return h + self.residual.term(rows, SimpleNamespace(write=None, store_keys=keys))
 
+    @can_return_tuple
     def forward(self, input_ids, attention_mask=None, labels=None, position_ids=None, **others):
         """Return next-token logits [batch, seq, vocab] and, given labels, the next-token loss.
 
@@ -379,6 +384,9 @@ class RmtTpuForCausalLM(PreTrainedModel, GenerationMixin):
         """
         if any(others.pop(name, None) is not None for name in ("inputs_embeds", "past_key_values")):
             raise ValueError("inputs_embeds and past_key_values are not supported; legal: None")
+        for name in WITHHELD:
+            if others.pop(name, None) or getattr(self.config, name, None):
+                raise ValueError(f"{name}=True is not supported; legal: False")
         real = torch.ones_like(input_ids) if attention_mask is None else attention_mask.long()
         i, positions = torch.arange(input_ids.shape[1]).to(real), (real.cumsum(1) - 1).clip(0)
         if position_ids is not None and ((position_ids != positions) & (real > 0)).any():
@@ -405,6 +413,7 @@ class RmtTpuForCausalLM(PreTrainedModel, GenerationMixin):
     def _supports_default_dynamic_cache(cls):
         return False
 
-    def prepare_inputs_for_generation(self, input_ids, attention_mask=None, **_):
+    def prepare_inputs_for_generation(self, input_ids, attention_mask=None, **others):
         """Return all tokens so far, because there is no cache and each step needs all of them."""
-        return {"input_ids": input_ids, "attention_mask": attention_mask}
+        inputs = {"input_ids": input_ids, "attention_mask": attention_mask}
+        return inputs | {name: others[name] for name in WITHHELD if name in others}

@@ -32,6 +32,7 @@ pytestmark = pytest.mark.slow
 GUIDE = Path(__file__).resolve().parents[3] / "docs/guides/weights.md"
 PRESETS = [name for name in rmt_tpu.presets() if name.endswith("-tiny")]
 LENGTH = 24
+AS_OBJECT = {"return_dict_in_generate": True, "do_sample": False}
 BLOCKS, FULL = cfg.BlockAttention(num_blocks=2), cfg.FullAttention()
 YARN = cfg.YarnScaling(factor=4.0, original_length=16, fast=8.0, slow=1.0)
 EXPERTS, VECTOR = cfg.Experts(5, 2, 7), cfg.VectorStore(20)
@@ -379,12 +380,28 @@ def test_arguments_without_effect_are_refused(tmp_path):
     refused = {
         "one text in each row": {"position_ids": torch.tensor([[0, 1, 0, 1]])},
         "inputs_embeds": {"inputs_embeds": torch.zeros((1, 4, 8))},
+        "output_hidden_states=True is not supp": {"output_hidden_states": True},
+        "output_attentions=True is not supp": {"output_attentions": True},
     }
     for message, arguments in refused.items():
         with pytest.raises(ValueError, match=message):
             model(tokens, **arguments)
+    model(tokens, output_hidden_states=False, output_attentions=False)
+    with pytest.raises(ValueError, match="output_hidden_states=True is not supp"):
+        model.generate(tokens, max_new_tokens=2, output_hidden_states=True, **AS_OBJECT)
     with pytest.raises(ValueError, match=f"more than the model has positions for .{LENGTH}"):
         model(tokens.expand(1, 4).repeat(1, LENGTH))
+
+
+def test_a_tuple_has_the_loss_and_the_logits(folder):
+    import torch
+
+    model, tokens = opened(folder), torch.zeros((1, 4), dtype=torch.int64)
+    expected = model(tokens, labels=tokens)
+    loss, logits = model(tokens, labels=tokens, return_dict=False)
+    assert torch.equal(loss, expected.loss) and torch.equal(logits, expected.logits)
+    (alone,) = model(tokens, return_dict=False)
+    assert torch.equal(alone, logits)
 
 
 def test_what_transformers_saves_opens_again(folder, tmp_path):
