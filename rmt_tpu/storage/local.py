@@ -65,7 +65,8 @@ class LocalFolder(Folder):
                 self._list_if_there()
         except OSError as error:
             what = "written to" if write else "read"
-            why = error.strerror
+            # `mkdir` says "File exists" about a file in the place of the folder.
+            why = "Not a directory" if isinstance(error, FileExistsError) else error.strerror
             # In the message, name the existing folder in which nothing can be created, such as
             # /proc.
             if write and isinstance(error, FileNotFoundError):

@@ -62,6 +62,8 @@ def test_a_folder_that_cannot_be_looked_up_is_told(tmp_path, write):
             open_folder(url).check(write=write)
     (tmp_path / "file").touch()
     open_folder(tmp_path / "file/run").check()
+    with pytest.raises(UsageError, match="file cannot be written to: Not a directory$"):
+        open_folder(tmp_path / "file").check(write=True)
     with pytest.raises(UsageError, match="file cannot be read: Not a directory$"):
         open_folder(tmp_path / "file").check()
 
