@@ -17,9 +17,13 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture(autouse=True)
 def handler():
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    """Handle signals as a process in the foreground does, because tests may run under nohup."""
+    defaults = {signal.SIGINT: signal.default_int_handler}
+    defaults |= dict.fromkeys((signal.SIGTERM, signal.SIGHUP), signal.SIG_DFL)
+    before = {number: signal.signal(number, handler) for number, handler in defaults.items()}
     yield
-    signal.signal(signal.SIGINT, before)
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 def run(*arguments, **environment):
@@ -85,13 +89,10 @@ def test_a_signal_that_ends_a_process_is_an_error_with_its_exit_code():
 
 def test_a_signal_that_a_process_ignores_stays_ignored():
     """The process is under nohup."""
-    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    try:
-        with interrupts.terminated():
-            signal.raise_signal(signal.SIGHUP)
-        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
-    finally:
-        signal.signal(signal.SIGHUP, before)
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    with interrupts.terminated():
+        signal.raise_signal(signal.SIGHUP)
+    assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
 
 
 def test_a_termination_that_python_ignores_is_sent_again():
