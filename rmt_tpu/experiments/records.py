@@ -27,6 +27,9 @@ from rmt_tpu.training.run import resolve_auto
 # These config paths may change when a run is resumed. They still belong to the digest, because they
 # determine how much text the loss is measured on.
 _MEASURED = ("train.eval_tokens", "train.eval_batches")
+# Maps config paths to values that digests leave out although they are not the defaults. These were
+# the defaults of fields that are None now, so that each run chooses a value for its devices.
+_FORMER_DEFAULTS = {"train.accumulate": 1}
 WAITS = (0.3, 1.0, 3.0)  # The seconds between attempts to append to a file on gs://.
 
 
@@ -135,7 +138,8 @@ class Records:
         values = {
             path: value
             for path, value in _changed(config)
-            if path in _MEASURED or resume_rule(config, path) != "free"
+            if (path in _MEASURED or resume_rule(config, path) != "free")
+            and value != _FORMER_DEFAULTS.get(path)
         }
         # If `train.depth_rate` is null, a rule selects the factors. The digest includes the result.
         identity = [values, depth_rate.factors(config), self._text, grows_from]

@@ -30,6 +30,7 @@ from rmt_tpu.storage import Fault, open_folder
 from rmt_tpu.training import depth_rate
 
 _DEFAULTS = Path(__file__).with_name("defaults.json")
+ROOT = Path(__file__).parents[3]
 SEEDS = (0, 1, 2)
 TEXTS = (0.1, -0.05, 0.02)  # what a seed's held-out text adds to every loss
 
@@ -398,6 +399,26 @@ def test_defaults_stay_because_digests_leave_them_out():
     changed = {name for name in pinned if name in found and found[name] != pinned[name]}
     assert not changed, changed
     assert not set(found) - set(pinned), "fields to add to defaults.json"
+
+
+def test_the_kept_outcomes_are_those_of_the_plans(tmp_path):
+    """The searches of Figures 2 and 3 are in docs/outcomes, and are not trained again."""
+    lines = (ROOT / "docs/outcomes/tiny.jsonl").read_text().splitlines()
+    kept = {line["run"]: line["digest"] for line in map(json.loads, lines)}
+    known = records.Records(open_folder(tmp_path), "lines.jsonl", json.loads(lines[0])["text"])
+    in_float32 = lambda config: overrides.apply(config, {"model.compute_dtype": "float32"})
+    planned = runs.PlannedRuns(
+        trained.rmt_scaling("tiny"), (), in_float32, open_folder(tmp_path), None
+    )
+    found = {run.label: known._digest(run.config, None) for run in planned.search_runs()}
+    assert found and found == {label: kept[label] for label in found}
+
+
+def test_parts_that_a_device_chose_leave_the_digest(tmp_path):
+    """One part, the number of old lines and of most devices, is as good as no number."""
+    known = records.Records(open_folder(tmp_path), "lines.jsonl", 7)
+    in_parts = lambda n: known._digest(overrides.apply(CONFIG, {"train.accumulate": n}), None)
+    assert in_parts(None) == in_parts(1) != in_parts(2)
 
 
 def _defaults():
