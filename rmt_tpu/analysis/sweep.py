@@ -328,7 +328,10 @@ def is_started(config: RunConfig, folder: Folder) -> bool:
 
     The config stored there may differ in values that do not affect results, such as file paths.
     """
-    return holds_run(folder, resolve_auto(config, resume_overrides(folder), Devices.here()))
+    kept = resume_overrides(folder)
+    # A run with a checkpoint keeps what it chose for its devices, which need not be those here.
+    devices = None if kept else Devices.here()
+    return holds_run(folder, resolve_auto(config, kept, devices))
 
 
 def is_settled(config: RunConfig, folder: Folder) -> bool:

@@ -15,6 +15,7 @@ from rmt_tpu.errors import DivergedError, UsageError
 from rmt_tpu.runs import workdir
 from rmt_tpu.runs.side_files import SideFiles
 from rmt_tpu.storage import open_folder
+from rmt_tpu.training.run import resolve_auto
 from rmt_tpu.training.start import text_of
 
 RATE = "train.optimizer.learning_rate"
@@ -192,6 +193,18 @@ def test_a_settled_run_of_another_text_is_refused(tmp_path, monkeypatch):
         UsageError, match="^--data=.*b.txt is not the text that the run in .*run has"
     ):
         sweep.try_run(other, folder, label="a")
+
+
+def test_a_settled_run_is_found_where_its_mesh_does_not_fit(tmp_path):
+    """A machine with other devices makes the table of a sweep from the run folders."""
+    folder = open_folder(tmp_path)
+    config = overrides.apply(preset_run("rmt-tiny"), {"train.mesh": "fsdp=64"})
+    chosen = overrides.apply(resolve_auto(config), {"train.accumulate": 2})
+    workdir.write_config(folder, chosen)
+    workdir.open_checkpoints(folder).save(config.train.steps, {"w": np.zeros(2)}, {})
+    folder.write("complete.json", json.dumps({"step": config.train.steps}).encode())
+    assert sweep.is_settled(config, folder)
+    assert not sweep.is_settled(overrides.apply(config, {RATE: 0.3}), folder)
 
 
 @pytest.mark.parametrize(("path", "line"), [("train.batch_size", "-"), ("train.seed", "None")])
