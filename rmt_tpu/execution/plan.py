@@ -149,7 +149,10 @@ def faster_in_parts(config: RunConfig, target: Target, mesh: Mapping[str, int]) 
     model, train = config.model, config.train
     if not model.rebuilds_residual or dropless(model) != model:
         return None
-    rows = train.batch_size // math.prod(mesh.get(a, 1) for a in sharding.RULES["batch"])
+    shards = math.prod(mesh.get(a, 1) for a in sharding.RULES["batch"])
+    rows, left = divmod(train.batch_size, shards)
+    if left:
+        return Choice(1, f"{train.batch_size} rows are not divisible over {shards} devices")
     tokens = train.batch_size * config.data.seq_len // math.prod(mesh.values())
     size = jnp.dtype(model.store.dtype).itemsize * model.residual_size
     return choices.faster_in_parts(target, tokens * size, tokens, rows)

@@ -85,6 +85,16 @@ def test_the_parts_of_a_batch(changes, kept, kind, parts):
     assert config.train.parts == changes.get("train.accumulate", 1)
 
 
+def test_rows_that_a_mesh_does_not_divide_have_one_part():
+    """The error about the mesh then names no parts, which nobody asked for."""
+    parts = []
+    for rows in (128, 130):
+        changes = {"train.batch_size": rows, "train.mesh": "fsdp=4"}
+        config = overrides.apply(run("rmt-134m"), BF16 | SIZE | changes)
+        parts.append(resolve_auto(config, devices=Devices("TPU v5 lite", 4)).train.parts)
+    assert parts == [1, 1]
+
+
 @pytest.mark.parametrize("capacity, parts", [(None, 2), (1.5, 1)])
 def test_a_batch_whose_experts_drop_choices_has_one_part(capacity, parts):
     """A part would drop other choices than the whole batch."""
