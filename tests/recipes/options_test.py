@@ -366,6 +366,17 @@ def test_what_a_source_chose_for_its_devices_is_chosen_anew(tmp_path, monkeypatc
         assert found == overrides.apply(begun, {"model.store.dtype": dtype})
 
 
+@pytest.mark.parametrize("parts, kept", [(1, None), (4, 4)])
+def test_one_part_of_a_source_is_chosen_anew(tmp_path, monkeypatch, parts, kept):
+    """A source that ran elsewhere chose one part; several may be what fits in memory."""
+    stored = resolve_auto(presets.run("rmt-tiny"))
+    stored = overrides.apply(stored, {"train.accumulate": parts})
+    (tmp_path / "config.json").write_text(json.dumps(overrides.to_json(stored)))
+    given = {"preset": None, "config": None, "init_from": str(tmp_path)}
+    monkeypatch.setattr(common.flags, "FLAGS", SimpleNamespace(**given))
+    assert common.selected_config()[1].train.accumulate == kept
+
+
 def test_a_dry_run_looks_at_the_origin(tmp_path):
     workdir = tmp_path / "run"
     flags = ("--preset=rmt-tiny", *cli.TINY)
