@@ -99,6 +99,16 @@ def _parts_in_turn(report: Preflight) -> int:
     return train.parts * ((train.microbatches or stages) if stages > 1 else 1)
 
 
+def _same_parts(report: Preflight) -> str:
+    """Return a flag that keeps the accumulated parts, or "" if there is only one.
+
+    A run that chooses their number would choose fewer parts for fewer rows per device, and no part
+    would be smaller.
+    """
+    parts = report.config.train.parts
+    return f" --set=train.accumulate={parts}" if parts > 1 else ""
+
+
 def _with_rows(report: Preflight, part: float, extra: int = 0) -> int:
     """Estimate the bytes needed if a device processes the fraction `part` of its tokens at a time.
 
@@ -160,7 +170,7 @@ def _smaller_batch(report: Preflight) -> list[Advice]:
     size, needed = chosen
     return [
         Advice(
-            f"--batch_size={size}",
+            f"--batch_size={size}{_same_parts(report)}",
             "trains on fewer sequences per step, which changes the training run",
             needed,
         )
@@ -216,4 +226,5 @@ def _more_chips(report: Preflight) -> list[Advice]:
     if math.prod(sides) > target.max_chips or not (rows and width):
         return []
     flags = f"--topology={name}:{'x'.join(map(str, sides))} {_mesh_flag(mesh)}"
+    flags += _same_parts(report)
     return [Advice(flags, f"uses {times} times as many chips", report.used // times)]

@@ -452,9 +452,16 @@ def test_one_row_a_device():
 def test_more_parts_than_there_are():
     given = report(work=60.0, **{"train.accumulate": 2})
     # Sixteen rows a device in two parts: a half of 60 beside 3 is too much, as is a quarter.
-    (step,) = [s for s in advice(given) if "accumulate" in s.flags]
+    (step,) = [s for s in advice(given) if s.flags.startswith("--set=train.accumulate")]
     assert step.flags == "--set=train.accumulate=16"
     assert step.bytes == 3 * GIB + 60 * GIB // 8 < given.limit
+
+
+def test_fewer_rows_keep_the_number_of_parts():
+    """A run that chooses it would have fewer parts, each as large as before."""
+    given = flags(report(**{"train.accumulate": 2}))
+    assert "--batch_size=128 --set=train.accumulate=2" in given
+    assert "--topology=v5e:4x8 --mesh=data=16,fsdp=2 --set=train.accumulate=2" in given
 
 
 def test_a_pipeline_takes_more_microbatches():
