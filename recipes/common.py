@@ -198,10 +198,9 @@ def _config_of_source(init_from: str) -> RunConfig:
         _, _, value_and_reason = str(error).partition("=")
         raise UsageError(f"--init_from={value_and_reason}") from None
     # The source run may itself have started from other weights. The new run does not need them, so
-    # clear the fields that name them. What the source chose for its devices is chosen anew, except
-    # several parts of a batch, which may be what fits in memory.
-    parts = config.train.accumulate
-    parts = None if parts == 1 else parts
+    # clear the fields that name them. What the source chose for its devices is chosen anew. Only an
+    # RMT chooses the parts of a batch; in other models they were set, maybe for want of memory.
+    parts = None if config.model.rebuilds_residual else config.train.accumulate
     train = dataclasses.replace(config.train, init_from="", with_optimizer=False, accumulate=parts)
     store = dataclasses.replace(config.model.store, dtype="auto")
     model = dataclasses.replace(config.model, compute_dtype="auto", remat="auto", store=store)

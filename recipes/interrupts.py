@@ -47,7 +47,8 @@ def terminated() -> Iterator[None]:
 
     By default such a signal ends a process without a line, and what the process has not written yet
     is lost. A signal that the process ignores or handles in another way is left alone, for example
-    SIGHUP under nohup. After the first signal, the next one ends the process.
+    SIGHUP under nohup. After the first signal, SIGTERM ends the process, and SIGHUP does nothing,
+    because a terminal that closes may send it twice.
     """
     handled = [n for n in _TERMINATING if signal.getsignal(n) is signal.SIG_DFL]
     # Only the main thread may set a handler.
@@ -63,7 +64,10 @@ def terminated() -> Iterator[None]:
 
 
 def _terminate(number: int, frame: FrameType | None) -> NoReturn:
-    signal.signal(number, signal.SIG_DFL)
+    for other in _TERMINATING:
+        if signal.getsignal(other) is _terminate:
+            next_time = signal.SIG_IGN if other == signal.SIGHUP else signal.SIG_DFL
+            signal.signal(other, next_time)
     raise Terminated(number)
 
 

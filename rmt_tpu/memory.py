@@ -8,11 +8,18 @@ from pathlib import Path
 
 from rmt_tpu.errors import RmtError, RunError
 
-TRAIN_ADVICE = (
-    "use a smaller --batch_size, --set=train.accumulate=2 or more, --set=model.remat=full (for an "
-    "RMT reversible), or, on several devices, --mesh=fsdp=-1; `python -m recipes.preflight` shows "
-    "what uses the memory"
-)
+
+def train_advice(parts: int) -> str:
+    """Return advice for a train step that computes a batch in `parts` parts and needs less memory.
+
+    A run that chooses the number of parts would choose fewer for a smaller batch.
+    """
+    same = f" with --set=train.accumulate={parts}" if parts > 1 else ""
+    return (
+        f"use a smaller --batch_size{same}, --set=train.accumulate={parts + 1} or more, "
+        "--set=model.remat=full (for an RMT reversible), or, on several devices, --mesh=fsdp=-1; "
+        "`python -m recipes.preflight` shows what uses the memory"
+    )
 
 
 def machine_bytes() -> int:

@@ -328,10 +328,7 @@ def is_started(config: RunConfig, folder: Folder) -> bool:
 
     The config stored there may differ in values that do not affect results, such as file paths.
     """
-    kept = resume_overrides(folder)
-    # A run with a checkpoint keeps what it chose for its devices, which need not be those here.
-    devices = None if kept else Devices.here()
-    return holds_run(folder, resolve_auto(config, kept, devices))
+    return holds_run(folder, resolve_auto(config, resume_overrides(folder), Devices.here()))
 
 
 def is_settled(config: RunConfig, folder: Folder) -> bool:

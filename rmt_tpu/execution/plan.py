@@ -41,7 +41,8 @@ class ExecutionPlan(NamedTuple):
         backward pass with their last axis innermost.
       rereads_rebuilt: whether the kernel that rebuilds the residual also reads it; None if no
         residual is rebuilt.
-      parts: the number of parts in which a batch is computed; None if no residual is rebuilt.
+      parts: the number of parts in which a batch is computed; None if no residual is rebuilt, or
+        if choices of experts may be dropped.
       whole_blocks: whether each block of attention over depth consists of whole periods of a stack
         of layers; None without blocks of several sublayers.
       padded_width: the width of a vector in a bank, including padding; None without a bank of
@@ -162,7 +163,7 @@ def _parts(config: RunConfig, target: Target, mesh: Mapping[str, int]) -> Choice
     chosen, parts = faster_in_parts(config, target, mesh), config.train.parts
     if chosen is None or chosen.value == parts:
         return chosen
-    reason = f"train.accumulate={parts} is set"
+    reason = f"train.accumulate is {parts}"
     if chosen.value > parts:
         better = f"--set=train.accumulate={chosen.value} probably takes less time"
         reason = f"{reason}; {better}, because {chosen.reason}"

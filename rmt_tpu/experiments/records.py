@@ -139,7 +139,7 @@ class Records:
             path: value
             for path, value in _changed(config)
             if (path in _MEASURED or resume_rule(config, path) != "free")
-            and value != _FORMER_DEFAULTS.get(path)
+            and not (path in _FORMER_DEFAULTS and value == _FORMER_DEFAULTS[path])
         }
         # If `train.depth_rate` is null, a rule selects the factors. The digest includes the result.
         identity = [values, depth_rate.factors(config), self._text, grows_from]

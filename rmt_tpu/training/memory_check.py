@@ -112,7 +112,7 @@ def check(config: RunConfig, run: PreparedRun) -> None:
       RunError: the machine has less memory.
     """
     if error := shortfall(config, run):
-        raise RunError(f"{error}: {memory.TRAIN_ADVICE}")
+        raise RunError(f"{error}: {memory.train_advice(config.train.parts)}")
 
 
 def bytes_per_device(arrays: Any, shardings: Any) -> int:

@@ -115,13 +115,15 @@ def resolve_auto(
         replaces the values of the config. A value that it has not set stays, so that
         `workdir.check_workdir` sees the difference.
       devices: the devices that the run trains on; None if they are not known. No policy that
-        keeps products is then chosen, and a batch has one part.
+        keeps products is then chosen, and a batch has one part. The same holds for devices that
+        do not fit the mesh, on which the run cannot train.
 
     Raises:
       UsageError: a dtype is float64 without JAX_ENABLE_X64, and jax would silently use float32.
-      MeshError: the mesh does not fit the number of devices.
     """
     model = config.model
+    if devices is not None and not _fits(config.train.mesh, devices):
+        devices = None
     for path, dtype in {
         "model.compute_dtype": model.compute_dtype,
         "model.store.dtype": model.store.dtype,
@@ -164,6 +166,14 @@ def resolve_auto(
             model = dataclasses.replace(config.model, remat=remat)
             return dataclasses.replace(config, model=model)
     return config
+
+
+def _fits(mesh: str, devices: Devices) -> bool:
+    try:
+        sharding.mesh_sizes(mesh, devices.count)
+    except sharding.MeshError:
+        return False
+    return True
 
 
 def _remat(model: ModelConfig, stages: int, resume_overrides: Mapping[str, Any]) -> RematPolicy:

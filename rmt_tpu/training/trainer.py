@@ -135,7 +135,7 @@ def _train(
         workdir.check_workdir(folder, config, change_config=change_config, from_step=from_step)
     with (
         progress,
-        memory.report_out_of_memory(memory.TRAIN_ADVICE),
+        memory.report_out_of_memory(memory.train_advice(config.train.parts)),
         contextlib.ExitStack() as stack,
     ):
         inputs, warm_start = _prepare(config, folder, from_step, options.label, progress)

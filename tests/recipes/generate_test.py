@@ -201,7 +201,6 @@ def test_usage_of_files(trained, tmp_path, flags, words):
     assert words in cli.fail("generate", f"--workdir={trained}", *given)
 
 
-@pytest.mark.slow
 def test_a_run_folder_in_the_place_of_a_folder_of_the_hub_is_named_as_one(trained):
     """The flag --init_from of `recipes.train` takes both."""
     error = cli.fail("generate", f"--init_from={trained}")
@@ -211,6 +210,7 @@ def test_a_run_folder_in_the_place_of_a_folder_of_the_hub_is_named_as_one(traine
     )
 
 
+@pytest.mark.slow
 def test_note_when_positions_end(trained, loaded):
     done = cli.succeed("generate", f"--workdir={trained}", "--prompt=the", "--temperature=0")
     # Four tokens with the start; the 64th position reads the last token but one.

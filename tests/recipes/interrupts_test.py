@@ -87,6 +87,18 @@ def test_a_signal_that_ends_a_process_is_an_error_with_its_exit_code():
     assert interrupts.exit_code(KeyboardInterrupt()) == 130
 
 
+@pytest.mark.parametrize("first, code", [(signal.SIGTERM, 143), (signal.SIGHUP, 129)])
+def test_a_terminal_that_closes_does_not_cut_off_the_end(first, code):
+    cleaned = []
+    with pytest.raises(interrupts.Terminated) as error, interrupts.terminated():
+        try:
+            signal.raise_signal(first)
+        finally:
+            signal.raise_signal(signal.SIGHUP)
+            cleaned.append(signal.getsignal(signal.SIGTERM))
+    assert cleaned == [signal.SIG_DFL] and interrupts.exit_code(error.value) == code
+
+
 def test_a_signal_that_a_process_ignores_stays_ignored():
     """The process is under nohup."""
     signal.signal(signal.SIGHUP, signal.SIG_IGN)

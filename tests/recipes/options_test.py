@@ -366,10 +366,12 @@ def test_what_a_source_chose_for_its_devices_is_chosen_anew(tmp_path, monkeypatc
         assert found == overrides.apply(begun, {"model.store.dtype": dtype})
 
 
-@pytest.mark.parametrize("parts, kept", [(1, None), (4, 4)])
-def test_one_part_of_a_source_is_chosen_anew(tmp_path, monkeypatch, parts, kept):
-    """A source that ran elsewhere chose one part; several may be what fits in memory."""
-    stored = resolve_auto(presets.run("rmt-tiny"))
+@pytest.mark.parametrize(
+    "preset, parts, kept", [("rmt-tiny", 1, None), ("rmt-tiny", 16, None), ("gpt2-tiny", 4, 4)]
+)
+def test_parts_that_a_source_chose_are_chosen_anew(tmp_path, monkeypatch, preset, parts, kept):
+    """Only an RMT chooses them; those of another model were set, maybe for want of memory."""
+    stored = resolve_auto(presets.run(preset))
     stored = overrides.apply(stored, {"train.accumulate": parts})
     (tmp_path / "config.json").write_text(json.dumps(overrides.to_json(stored)))
     given = {"preset": None, "config": None, "init_from": str(tmp_path)}

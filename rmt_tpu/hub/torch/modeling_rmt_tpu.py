@@ -385,7 +385,8 @@ class RmtTpuForCausalLM(PreTrainedModel, GenerationMixin):
         if any(others.pop(name, None) is not None for name in ("inputs_embeds", "past_key_values")):
             raise ValueError("inputs_embeds and past_key_values are not supported; legal: None")
         for name in WITHHELD:
-            if others.pop(name, None) or getattr(self.config, name, None):
+            given = others.pop(name, None)
+            if given or (given is None and getattr(self.config, name, None)):
                 raise ValueError(f"{name}=True is not supported; legal: False")
         real = torch.ones_like(input_ids) if attention_mask is None else attention_mask.long()
         i, positions = torch.arange(input_ids.shape[1]).to(real), (real.cumsum(1) - 1).clip(0)

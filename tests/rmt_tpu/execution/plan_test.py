@@ -110,9 +110,9 @@ def test_what_fills_half_of_a_chips_vmem_is_large(kind, most):
     ("batch", "accumulate", "parts", "said"),
     [
         (16, None, 1, "^a residual of all tokens may stay"),
-        (16, 2, 2, "^train.accumulate=2 is set$"),
+        (16, 2, 2, "^train.accumulate is 2$"),
         (32, None, 2, "^a residual of one part may stay in VMEM between two kernels$"),
-        (32, 1, 1, "=1 is set; --set=train.accumulate=2 probably.* a residual of one part may"),
+        (32, 1, 1, " is 1; --set=train.accumulate=2 probably.* a residual of one part may"),
         (32, 2, 2, "^a residual of one part may stay in VMEM between two kernels$"),
         (48, None, 3, "of one part"),
         (40, None, 1, "less than 8192 tokens"),

@@ -387,6 +387,11 @@ def test_arguments_without_effect_are_refused(tmp_path):
         with pytest.raises(ValueError, match=message):
             model(tokens, **arguments)
     model(tokens, output_hidden_states=False, output_attentions=False)
+    model.config.output_hidden_states = True  # An argument has precedence over it.
+    model(tokens, output_hidden_states=False)
+    with pytest.raises(ValueError, match="output_hidden_states=True is not supp"):
+        model(tokens)
+    model.config.output_hidden_states = False
     with pytest.raises(ValueError, match="output_hidden_states=True is not supp"):
         model.generate(tokens, max_new_tokens=2, output_hidden_states=True, **AS_OBJECT)
     with pytest.raises(ValueError, match=f"more than the model has positions for .{LENGTH}"):

@@ -84,3 +84,11 @@ def test_memory_of_a_control_group(tmp_path):
     (folder / "memory.max").write_text("500\n")
     assert found() == [500]
     assert 2**27 < memory.machine_bytes() < 2**50
+
+
+def test_advice_keeps_the_number_of_parts():
+    """A run that chooses it would compute a smaller batch in fewer parts of the same size."""
+    assert memory.train_advice(1).startswith("use a smaller --batch_size, --set=train.accumulate=2")
+    given = memory.train_advice(16)
+    assert "smaller --batch_size with --set=train.accumulate=16, " in given
+    assert "--set=train.accumulate=17 or more" in given

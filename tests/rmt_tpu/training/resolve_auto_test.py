@@ -104,3 +104,10 @@ def test_a_batch_whose_experts_drop_choices_has_one_part(capacity, parts):
     stacks = (Stack((stack.cores[0], experts), stack.repeat),)
     config = replace(config, model=replace(config.model, stacks=stacks))
     assert resolve_auto(config, devices=Devices("TPU v5 lite", 1)).train.parts == parts
+
+
+def test_devices_that_do_not_fit_the_mesh_choose_nothing():
+    """A table of runs on other devices is made from their folders alone."""
+    config = overrides.apply(run("rmt-305m"), BF16 | SIZE | {"train.mesh": "fsdp=64"})
+    resolved = resolve_auto(config, devices=Devices("TPU v5 lite", 1))
+    assert (resolved.train.parts, resolved.model.remat) == (1, "reversible")
