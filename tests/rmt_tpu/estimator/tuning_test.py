@@ -125,7 +125,7 @@ def test_attention_to_values_of_another_size_has_a_call():
 
 @pytest.mark.parametrize("op", ["forward", "backward"])
 def test_attention_is_compared_with_the_form_that_programs_fall_back_to(op):
-    """Where there are many logits, the fallback never has all logits of a block of queries."""
+    """The fallback never holds all logits of a block of queries, of which there may be many."""
     given = problem("tpu", f"attention_blocks_{op}", tokens=16384)
     call = SPACES["tpu", given.kernel].call(dict(given.key), given.tokens)
     program = str(jax.make_jaxpr(call.function(call.portable))(*call.arguments))
