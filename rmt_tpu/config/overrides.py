@@ -211,7 +211,7 @@ def _parse(annotation: Any, value: Any, path: str) -> Any:
             return None
         classes = tuple(cls for cls in classes if cls is not types.NoneType)
         if len(classes) == 1:
-            return _parse(classes[0], value, path)
+            return _parse_optional(classes[0], value, path)
         return _parse_choice(classes, value, path)
     if origin is Literal:
         if value not in typing.get_args(annotation):
@@ -234,6 +234,16 @@ def _parse(annotation: Any, value: Any, path: str) -> Any:
             return _parse_choice((annotation,), value, path)
         return _parse_fields(annotation, value, path)
     return _parse_scalar(annotation, value, path)
+
+
+def _parse_optional(annotation: Any, value: Any, path: str) -> Any:
+    """Return the value of a field that may also be None, and say so in the error about a scalar."""
+    try:
+        return _parse(annotation, value, path)
+    except UsageError as error:
+        if dataclasses.is_dataclass(annotation) or typing.get_origin(annotation) is tuple:
+            raise
+        raise UsageError(f"{error}, or none") from None
 
 
 def _parse_choice(classes: tuple[type, ...], value: Any, path: str) -> Any:

@@ -91,6 +91,7 @@ def test_all_overrides_are_in_place_before_any_is_checked():
         ("model.store.key_dim", "'model.store.key_dim' must be path=value"),
         ("model.stroe.key_dim=3", "field of model 'stroe' is unknown; did you mean 'store'"),
         ("trian.steps=3", "field of the config 'trian' is unknown; did you mean 'train'"),
+        ("train.accumulate=auto", "train.accumulate='auto' must be a whole number, or none"),
         ("model.num_layers=six", "model.num_layers='six' must be a whole number"),
         ("model.num_layers=1.5", "model.num_layers=1.5 must be a whole number"),
         ("model.num_layers=true", "model.num_layers=true must be a whole number"),
